@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: MIT
+//
+// Sixteen float lanes on every instruction set.  The CPU's order of summation is written in these lanes:
+// a sum over columns adds column by column into 16 partial sums, which v_sum folds in one fixed tree.
+// AVX-512 has the 16 lanes in one register, AVX2 in two, the portable build in four; AVX2 and AVX-512 give
+// the same bits, the portable build rounds a fused multiply-add twice and so differs in the last place.
+//
+// This file is included by every kernel, once per instruction set, inside the namespace K3_NS: an inline
+// function shared between two builds would be merged by the linker, and the baseline could then call AVX-512
+// code.  For the same reason nothing of the C++ library is used here.
+
+#ifndef K3_SIMD_H
+#define K3_SIMD_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(K3_ISA_AVX512) || defined(K3_ISA_AVX2)
+#include <immintrin.h>
+#endif
+
+#define K3_INLINE static inline __attribute__((always_inline))
+#define K3_MATH_INLINE static inline __attribute__((always_inline))
+
+namespace K3_NS {
+
+// ---------------------------------------------------------------------------------------------
+// scalar
+// ---------------------------------------------------------------------------------------------
+
+K3_INLINE float m_bits(uint32_t u) {
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+K3_INLINE uint32_t m_word(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
+K3_INLINE float m_fma(float a, float b, float c) {
+#if defined(K3_ISA_AVX512) || defined(K3_ISA_AVX2)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+K3_INLINE double m_fma64(double a, double b, double c) { return __builtin_fma(a, b, c); }
+K3_INLINE float m_less(float a, float b, float x, float y) { return a < b ? x : y; }
+K3_INLINE float m_abs(float x) { return m_bits(m_word(x) & 0x7fffffffu); }
+K3_INLINE float m_sign(float x, float y) { return m_bits((m_word(x) & 0x7fffffffu) | (m_word(y) & 0x80000000u)); }
+K3_INLINE float m_pow2(float t) { return m_bits((m_word(t) - 0x4b400000u + 127u) << 23); }
+K3_INLINE float m_split(float x, int* e) {       // x = m * 2^e, 1 <= m < 2, for a normal x
+    const uint32_t u = m_word(x);
+    *e = (int)((u >> 23) & 0xff) - 127;
+    return m_bits((u & 0x007fffffu) | 0x3f800000u);
+}
+K3_INLINE float m_sqrt(float x) { return __builtin_sqrtf(x); }
+K3_INLINE bool m_finite(float x) { return (m_word(x) & 0x7f800000u) != 0x7f800000u; }
+
+K3_INLINE float bf16_to_f32(uint16_t h) { return m_bits((uint32_t)h << 16); }
+K3_INLINE uint16_t f32_to_bf16(float f) {        // to nearest, ties to even; a NaN stays one
+    const uint32_t u = m_word(f);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40);
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+K3_INLINE float e8m0_to_f32(uint8_t b) {         // 2^(b - 127): code 0 is subnormal, code 255 is NaN
+    if (b == 255) return m_bits(0x7fc00000u);
+    return b ? m_bits((uint32_t)b << 23) : m_bits(0x00400000u);
+}
+
+// ---------------------------------------------------------------------------------------------
+// 16 lanes
+// ---------------------------------------------------------------------------------------------
+
+#if defined(K3_ISA_AVX512)
+
+struct vf {
+    __m512 v;
+    vf() = default;
+    K3_INLINE vf make(__m512 x) { vf r; r.v = x; return r; }
+    explicit inline __attribute__((always_inline)) vf(float x) : v(_mm512_set1_ps(x)) {}
+};
+K3_INLINE vf operator+(vf a, vf b) { return vf::make(_mm512_add_ps(a.v, b.v)); }
+K3_INLINE vf operator-(vf a, vf b) { return vf::make(_mm512_sub_ps(a.v, b.v)); }
+K3_INLINE vf operator*(vf a, vf b) { return vf::make(_mm512_mul_ps(a.v, b.v)); }
+K3_INLINE vf operator/(vf a, vf b) { return vf::make(_mm512_div_ps(a.v, b.v)); }
+K3_INLINE vf m_fma(vf a, vf b, vf c) { return vf::make(_mm512_fmadd_ps(a.v, b.v, c.v)); }
+K3_INLINE vf m_less(vf a, vf b, vf x, vf y) {
+    return vf::make(_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v));
+}
+K3_INLINE vf m_abs(vf a) { return vf::make(_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff)))); }
+K3_INLINE vf m_sign(vf x, vf y) {                // bitwise select: sign bit from y, the rest from x
+    return vf::make(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0x80000000u),
+        _mm512_castps_si512(y.v), _mm512_castps_si512(x.v), 0xca)));
+}
+K3_INLINE vf m_pow2(vf t) {
+    const __m512i n = _mm512_sub_epi32(_mm512_castps_si512(t.v), _mm512_set1_epi32(0x4b400000 - 127));
+    return vf::make(_mm512_castsi512_ps(_mm512_slli_epi32(n, 23)));
+}
+K3_INLINE vf m_sqrt(vf a) { return vf::make(_mm512_sqrt_ps(a.v)); }
+K3_INLINE vf v_load(const float* p) { return vf::make(_mm512_loadu_ps(p)); }
+K3_INLINE void v_store(float* p, vf a) { _mm512_storeu_ps(p, a.v); }
+K3_INLINE vf v_load_n(const void* p, int64_t n) {        // the first n lanes, zero beyond; reads nothing beyond
+    return vf::make(_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p));
+}
+K3_INLINE void v_store_n(float* p, vf a, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), a.v); }
+K3_INLINE vf v_load_bytes(const void* p) { return vf::make(_mm512_loadu_ps(p)); }
+K3_INLINE float v_fold4(__m128 a) {
+    a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    a = _mm_add_ss(a, _mm_shuffle_ps(a, a, 1));
+    return _mm_cvtss_f32(a);
+}
+K3_INLINE float v_sum(vf a) {                            // (l, l + 8), (l, l + 4), (l, l + 2), (l, l + 1)
+    const __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    return v_fold4(_mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1)));
+}
+// 32 BF16 weights at p: columns 0, 2, .. 30 and columns 1, 3, .. 31.
+K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
+    const __m512i w = _mm512_loadu_si512(p);
+    even.v = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+    odd.v = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
+}
+// 16 bytes of packed E2M1 at p, times the scale: columns 0, 2, .. 30 (low nibbles) and 1, 3, .. 31.
+K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
+    const __m512 table = _mm512_mul_ps(
+        _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f),
+        _mm512_set1_ps(scale));
+    const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    even.v = _mm512_permutexvar_ps(b, table);            // takes the low four bits of each index
+    odd.v = _mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), table);
+}
+// 32 floats in natural order from their even and odd columns.
+K3_INLINE void v_store_joined(float* p, vf even, vf odd) {
+    const __m512i lo = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i hi = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    _mm512_storeu_ps(p, _mm512_permutex2var_ps(even.v, lo, odd.v));
+    _mm512_storeu_ps(p + 16, _mm512_permutex2var_ps(even.v, hi, odd.v));
+}
+K3_INLINE void v_load_split(const float* p, vf& even, vf& odd) {
+    const __m512i e = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i o = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    const __m512 a = _mm512_loadu_ps(p), b = _mm512_loadu_ps(p + 16);
+    even.v = _mm512_permutex2var_ps(a, e, b);
+    odd.v = _mm512_permutex2var_ps(a, o, b);
+}
+
+#elif defined(K3_ISA_AVX2)
+
+struct vf {
+    __m256 a, b;                                         // lanes 0..7, 8..15
+    vf() = default;
+    K3_INLINE vf make(__m256 x, __m256 y) { vf r; r.a = x; r.b = y; return r; }
+    explicit inline __attribute__((always_inline)) vf(float x) : a(_mm256_set1_ps(x)), b(_mm256_set1_ps(x)) {}
+};
+K3_INLINE vf operator+(vf x, vf y) { return vf::make(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
+K3_INLINE vf operator-(vf x, vf y) { return vf::make(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
+K3_INLINE vf operator*(vf x, vf y) { return vf::make(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
+K3_INLINE vf operator/(vf x, vf y) { return vf::make(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+K3_INLINE vf m_fma(vf x, vf y, vf z) { return vf::make(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
+K3_INLINE vf m_less(vf p, vf q, vf x, vf y) {
+    return vf::make(_mm256_blendv_ps(y.a, x.a, _mm256_cmp_ps(p.a, q.a, _CMP_LT_OQ)),
+                    _mm256_blendv_ps(y.b, x.b, _mm256_cmp_ps(p.b, q.b, _CMP_LT_OQ)));
+}
+K3_INLINE vf m_abs(vf x) {
+    const __m256 m = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    return vf::make(_mm256_and_ps(x.a, m), _mm256_and_ps(x.b, m));
+}
+K3_INLINE vf m_sign(vf x, vf y) {
+    const __m256 s = _mm256_castsi256_ps(_mm256_set1_epi32((int)0x80000000u));
+    return vf::make(_mm256_or_ps(_mm256_and_ps(s, y.a), _mm256_andnot_ps(s, x.a)),
+                    _mm256_or_ps(_mm256_and_ps(s, y.b), _mm256_andnot_ps(s, x.b)));
+}
+K3_INLINE __m256 pow2_half(__m256 t) {
+    const __m256i n = _mm256_sub_epi32(_mm256_castps_si256(t), _mm256_set1_epi32(0x4b400000 - 127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(n, 23));
+}
+K3_INLINE vf m_pow2(vf t) { return vf::make(pow2_half(t.a), pow2_half(t.b)); }
+K3_INLINE vf m_sqrt(vf x) { return vf::make(_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)); }
+K3_INLINE vf v_load(const float* p) { return vf::make(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+K3_INLINE void v_store(float* p, vf x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+K3_INLINE vf v_load_n(const void* p, int64_t n) {
+    float t[16] = {0};
+    memcpy(t, p, (size_t)n * 4);
+    return v_load(t);
+}
+K3_INLINE void v_store_n(float* p, vf x, int64_t n) {
+    float t[16];
+    v_store(t, x);
+    memcpy(p, t, (size_t)n * 4);
+}
+K3_INLINE vf v_load_bytes(const void* p) {
+    return vf::make(_mm256_loadu_ps((const float*)p), _mm256_loadu_ps((const float*)((const char*)p + 32)));
+}
+K3_INLINE float v_sum(vf x) {
+    const __m256 b = _mm256_add_ps(x.a, x.b);
+    __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
+    c = _mm_add_ps(c, _mm_movehl_ps(c, c));
+    c = _mm_add_ss(c, _mm_shuffle_ps(c, c, 1));
+    return _mm_cvtss_f32(c);
+}
+K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
+    const __m256i w0 = _mm256_loadu_si256((const __m256i*)p), w1 = _mm256_loadu_si256((const __m256i*)((const char*)p + 32));
+    const __m256i m = _mm256_set1_epi32((int)0xffff0000u);
+    even.a = _mm256_castsi256_ps(_mm256_slli_epi32(w0, 16));
+    even.b = _mm256_castsi256_ps(_mm256_slli_epi32(w1, 16));
+    odd.a = _mm256_castsi256_ps(_mm256_and_si256(w0, m));
+    odd.b = _mm256_castsi256_ps(_mm256_and_si256(w1, m));
+}
+// The table look-up takes three bits, so the sign is moved into place by a shift.
+K3_INLINE __m256 e2m1_8(__m256i index, __m256 table) {
+    const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(index, 28), _mm256_set1_epi32((int)0x80000000u));
+    return _mm256_xor_ps(_mm256_permutevar8x32_ps(table, index), _mm256_castsi256_ps(sign));
+}
+K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
+    const __m256 table = _mm256_mul_ps(_mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f), _mm256_set1_ps(scale));
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    const __m256i b0 = _mm256_cvtepu8_epi32(bytes), b1 = _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8));
+    even.a = e2m1_8(b0, table);
+    even.b = e2m1_8(b1, table);
+    odd.a = e2m1_8(_mm256_srli_epi32(b0, 4), table);
+    odd.b = e2m1_8(_mm256_srli_epi32(b1, 4), table);
+}
+K3_INLINE void join8(float* p, __m256 e, __m256 o) {
+    const __m256 lo = _mm256_unpacklo_ps(e, o), hi = _mm256_unpackhi_ps(e, o);
+    _mm256_storeu_ps(p, _mm256_permute2f128_ps(lo, hi, 0x20));
+    _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(lo, hi, 0x31));
+}
+K3_INLINE void v_store_joined(float* p, vf even, vf odd) { join8(p, even.a, odd.a); join8(p + 16, even.b, odd.b); }
+K3_INLINE void split8(const float* p, __m256& e, __m256& o) {
+    const __m256 a = _mm256_loadu_ps(p), b = _mm256_loadu_ps(p + 8);
+    const __m256 x = _mm256_permute2f128_ps(a, b, 0x20), y = _mm256_permute2f128_ps(a, b, 0x31);
+    e = _mm256_shuffle_ps(x, y, 0x88);
+    o = _mm256_shuffle_ps(x, y, 0xdd);
+}
+K3_INLINE void v_load_split(const float* p, vf& even, vf& odd) { split8(p, even.a, odd.a); split8(p + 16, even.b, odd.b); }
+
+#else
+
+typedef float v4 __attribute__((vector_size(16)));
+typedef uint32_t u4 __attribute__((vector_size(16)));
+struct vf {
+    v4 q[4];                                             // lanes 0..3, 4..7, 8..11, 12..15
+    vf() = default;
+    explicit inline __attribute__((always_inline)) vf(float x) { for (int i = 0; i < 4; ++i) q[i] = v4{x, x, x, x}; }
+};
+#define K3_EACH(EXPR) vf r; for (int i = 0; i < 4; ++i) r.q[i] = (EXPR); return r
+K3_INLINE vf operator+(vf a, vf b) { K3_EACH(a.q[i] + b.q[i]); }
+K3_INLINE vf operator-(vf a, vf b) { K3_EACH(a.q[i] - b.q[i]); }
+K3_INLINE vf operator*(vf a, vf b) { K3_EACH(a.q[i] * b.q[i]); }
+K3_INLINE vf operator/(vf a, vf b) { K3_EACH(a.q[i] / b.q[i]); }
+K3_INLINE vf m_fma(vf a, vf b, vf c) { K3_EACH(a.q[i] * b.q[i] + c.q[i]); }
+K3_INLINE vf m_less(vf a, vf b, vf x, vf y) { K3_EACH(a.q[i] < b.q[i] ? x.q[i] : y.q[i]); }
+K3_INLINE vf m_abs(vf a) { K3_EACH((v4)((u4)a.q[i] & 0x7fffffffu)); }
+K3_INLINE vf m_sign(vf x, vf y) { K3_EACH((v4)(((u4)x.q[i] & 0x7fffffffu) | ((u4)y.q[i] & 0x80000000u))); }
+K3_INLINE vf m_pow2(vf t) { K3_EACH((v4)(((u4)t.q[i] - (0x4b400000u - 127u)) << 23)); }
+K3_INLINE vf v_load_bytes(const void* p) { vf r; memcpy(&r, p, 64); return r; }
+K3_INLINE vf v_load(const float* p) { return v_load_bytes(p); }
+K3_INLINE void v_store(float* p, vf a) { memcpy(p, &a, 64); }
+K3_INLINE vf v_load_n(const void* p, int64_t n) { float t[16] = {0}; memcpy(t, p, (size_t)n * 4); return v_load(t); }
+K3_INLINE void v_store_n(float* p, vf a, int64_t n) { memcpy(p, &a, (size_t)n * 4); }
+K3_INLINE vf m_sqrt(vf a) {
+    float t[16];
+    v_store(t, a);
+    for (int i = 0; i < 16; ++i) t[i] = m_sqrt(t[i]);
+    return v_load(t);
+}
+K3_INLINE float v_sum(vf a) {
+    const v4 c = (a.q[0] + a.q[2]) + (a.q[1] + a.q[3]);
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
+    vf w = v_load_bytes(p);
+    for (int i = 0; i < 4; ++i) {
+        even.q[i] = (v4)((u4)w.q[i] << 16);
+        odd.q[i] = (v4)((u4)w.q[i] & 0xffff0000u);
+    }
+}
+K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
+    static const float table[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+    const uint8_t* b = (const uint8_t*)p;
+    float e[16], o[16];
+    for (int i = 0; i < 16; ++i) {
+        e[i] = table[b[i] & 15] * scale;
+        o[i] = table[b[i] >> 4] * scale;
+    }
+    even = v_load(e);
+    odd = v_load(o);
+}
+K3_INLINE void v_store_joined(float* p, vf even, vf odd) {
+    float e[16], o[16];
+    v_store(e, even);
+    v_store(o, odd);
+    for (int i = 0; i < 16; ++i) {
+        p[2 * i] = e[i];
+        p[2 * i + 1] = o[i];
+    }
+}
+K3_INLINE void v_load_split(const float* p, vf& even, vf& odd) {
+    float e[16], o[16];
+    for (int i = 0; i < 16; ++i) {
+        e[i] = p[2 * i];
+        o[i] = p[2 * i + 1];
+    }
+    even = v_load(e);
+    odd = v_load(o);
+}
+
+#endif
+
+// n < 32 BF16 weights at p, zero beyond; reads nothing beyond.
+K3_INLINE void v_bf16_split_n(const void* p, int64_t n, vf& even, vf& odd) {
+    uint16_t t[32] = {0};
+    memcpy(t, p, (size_t)n * 2);
+    v_bf16_split(t, even, odd);
+}
+K3_INLINE float v_max(vf a) {                            // the largest lane that is not a NaN; -inf when there is none
+    float t[16], m = m_bits(0xff800000u);
+    v_store(t, a);
+    for (int i = 0; i < 16; ++i) m = m < t[i] ? t[i] : m;
+    return m;
+}
+
+#include "../k3_math.h"
+
+}  // namespace K3_NS
+#endif

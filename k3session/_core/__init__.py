@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: MIT
+"""The compiled core: ops, weights, state and decoder, built from pyx/ and cuda/."""

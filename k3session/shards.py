@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: MIT
+"""The bytes of a checkpoint's tensors, mapped read-only from their files."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from k3session.errors import CheckpointError
+
+__all__ = ["ARRAY_TYPES", "Shards", "StoredTensor"]
+
+#: How a stored dtype looks to NumPy, which has no BF16.
+ARRAY_TYPES: dict[str, Any] = {
+    "BF16": np.dtype("<u2"),
+    "F32": np.dtype("<f4"),
+    "U8": np.dtype("u1"),
+}
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor is and what it is.
+
+    ``stored_name``, ``stored_shape`` and ``stored_nbytes`` are the file's own; ``shape`` and ``nbytes`` are what the
+    model uses, shorter for a padded ``A_log``.  ``offset`` counts from the start of the file.
+    """
+
+    name: str
+    stored_name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    stored_shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    stored_nbytes: int
+    layer: int | None
+    component: str
+
+
+class Shards:
+    """Read-only mappings, one per file, made when first asked for."""
+
+    def __init__(self, sizes: dict[Path, int]) -> None:
+        self._sizes = sizes
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def map(self, file: Path) -> mmap.mmap:
+        """Return the mapping of `file`, whose size is to be what it was when its header was read.
+
+        Raises
+        ------
+        CheckpointError
+            The file cannot be opened any more, or has another size.
+        """
+        found = self._maps.get(file)
+        if found is not None:
+            return found
+        try:
+            with open(file, "rb") as handle:
+                size = os.fstat(handle.fileno()).st_size
+                if size != self._sizes[file]:
+                    raise CheckpointError(
+                        f"{file.name}: the file has {size} bytes now and had {self._sizes[file]} when its header "
+                        "was read; expected a file that nobody writes to."
+                    )
+                made = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise CheckpointError(f"{file.name}: cannot be mapped: {error.strerror or error}.") from error
+        return self._maps.setdefault(file, made)
+
+    def array(self, tensor: StoredTensor) -> npt.NDArray[Any]:
+        """Return `tensor` as a read-only view of its file; unaligned where the file is."""
+        kind = ARRAY_TYPES[tensor.dtype]
+        count = tensor.nbytes // kind.itemsize
+        return np.frombuffer(self.map(tensor.file), kind, count, tensor.offset).reshape(tensor.shape)
+
+    def bytes(self, tensor: StoredTensor) -> memoryview:
+        """Return the bytes of `tensor` as the file holds them."""
+        return memoryview(self.map(tensor.file))[tensor.offset : tensor.offset + tensor.nbytes]
+
+    def advise(self, how: int) -> None:
+        """Give the kernel one of the ``mmap.MADV_`` hints for all mapped files."""
+        for mapped in self._maps.values():
+            mapped.madvise(how)
+
+    def close(self) -> None:
+        """Let go of the mappings; those that arrays still look into go when the arrays do."""
+        maps, self._maps = self._maps, {}
+        for made in maps.values():
+            try:
+                made.close()
+            except BufferError:
+                # An array of the caller still uses it: the last such array unmaps the file.
+                continue

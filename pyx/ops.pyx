@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: MIT
+"""CpuOps: the op table of one instruction set, with the buffers of one pass in flight."""
+
+from libc.stdint cimport int32_t, int64_t
+from libc.stdlib cimport free
+from posix.stdlib cimport posix_memalign
+
+from k3session._core.c_ops cimport (
+    k3_cpu_best_isa,
+    k3_cpu_ops,
+    k3_cpu_sizes,
+    k3_float_mode_enter,
+    k3_float_mode_leave,
+    k3_pool_hold,
+    k3_pool_release,
+    k3_pool_workers,
+)
+from k3session._core.weights cimport Weights
+
+from k3session.errors import ConfigError
+
+ISAS = ("base", "avx2", "avx512")
+
+
+cdef void* aligned(int64_t nbytes) except NULL:
+    """Memory aligned to a cache line; MemoryError says how much was asked for."""
+    cdef void* p = NULL
+    if nbytes < 0 or posix_memalign(&p, 64, <size_t>(nbytes if nbytes > 0 else 64)) != 0:
+        raise MemoryError(f"could not allocate {nbytes / 2**20:.1f} MiB of host memory")
+    return p
+
+
+cdef unsigned int float_mode_enter() noexcept nogil:
+    """Rounding to nearest, subnormals kept, whatever another library has set in this thread."""
+    return k3_float_mode_enter()
+
+
+cdef void float_mode_leave(unsigned int before) noexcept nogil:
+    k3_float_mode_leave(before)
+
+
+def best_isa() -> str:
+    """The best instruction set that this processor and this build share: "base", "avx2" or "avx512"."""
+    return ISAS[k3_cpu_best_isa()]
+
+
+def hold_pool() -> None:
+    """Keeps the process's thread pool; paired with release_pool()."""
+    k3_pool_hold()
+
+
+def release_pool() -> None:
+    """Lets go of the thread pool; its threads are joined when nobody holds it any more."""
+    with nogil:
+        k3_pool_release()
+
+
+def pool_workers() -> int:
+    """Worker threads that are alive now."""
+    return k3_pool_workers()
+
+
+cdef class CpuOps:
+    """The ops of one instruction set for passes of up to ``rows`` rows on up to ``threads`` threads."""
+
+    def __cinit__(self, Weights weights not None, int64_t rows, int threads, str isa):
+        cdef int64_t x_floats, work_floats, list_items
+        if isa not in ISAS or not k3_cpu_ops(ISAS.index(isa), &self.table):
+            raise ConfigError(f"instruction set {isa!r} is not available here: the best is {best_isa()!r}")
+        self.isa = isa
+        self.rows = rows
+        self.table.ctx = &self.cpu
+        self.cpu.threads = threads
+        k3_cpu_sizes(&weights.dims, rows, &x_floats, &work_floats, &list_items)
+        self.cpu.x_floats = x_floats
+        self.cpu.work_floats = work_floats
+        self.cpu.list_items = list_items
+        self.cpu.x = <float*>aligned(x_floats * 4)
+        self.cpu.work = <float*>aligned(work_floats * 4)
+        self.cpu.list = <int64_t*>aligned(list_items * 8)
+
+    def __dealloc__(self):
+        free(self.cpu.list)
+        free(self.cpu.work)
+        free(self.cpu.x)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the work buffers."""
+        return self.cpu.x_floats * 4 + self.cpu.work_floats * 4 + self.cpu.list_items * 8
+
+    def poison(self) -> None:
+        """Fills the work buffers with NaN, so that a test sees whatever reads them before writing."""
+        cdef int64_t i
+        cdef float nan = float("nan")
+        for i in range(self.cpu.x_floats):
+            self.cpu.x[i] = nan
+        for i in range(self.cpu.work_floats):
+            self.cpu.work[i] = nan

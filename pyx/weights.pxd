@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: MIT
+from libc.stdint cimport int32_t, int64_t
+
+from k3session._core.c_ops cimport k3_dims, k3_layer, k3_matrix
+
+
+cdef class Weights:
+    cdef k3_dims dims
+    cdef k3_layer* layers               # [num_hidden_layers]
+    cdef k3_matrix embed_tokens         # [vocab, hidden]
+    cdef k3_matrix lm_head              # [vocab, hidden]; the embedding's own bytes when tied
+    cdef const float* norm              # [hidden]
+    cdef const float* output_attn_res   # [hidden] output_attn_res_norm * output_attn_res_proj
+    cdef k3_matrix* experts             # [MoE layers, 3, num_experts]: w1, w2, w3
+    cdef list _keep                     # every array whose memory the pointers above name
+    cdef readonly object config         # K3Config
+
+    cdef const float* _vector(self, array) except NULL
+    cdef k3_matrix _matrix(self, checkpoint, str name, rows, cols, bint packed=*) except *
+    cdef int _bind_layer(self, checkpoint, int i, int32_t mixer_index, int64_t moe_index) except -1

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: MIT
+"""Weights: the checkpoint's tensors as the ops see them.
+
+Matrices stay where the checkpoint has them, in its mapped files.  Vectors are widened to float32, which is exact
+and small; three small things are folded: AttnRes norm * proj (in float32), exp(A_log), and the convolution taps
+laid out tap by tap.
+"""
+
+import numpy as np
+
+from libc.math cimport sqrt
+from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
+from libc.stdlib cimport calloc, free
+
+from k3session._core.c_ops cimport K3_BF16, K3_F32, K3_MXFP4, k3_layer, k3_matrix
+
+from k3session.errors import CheckpointError
+
+
+def widen(array) -> np.ndarray:
+    """A BF16 (uint16) or F32 array as contiguous float32: exact."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+cdef class Weights:
+    """The weights of one model, immutable.  ``checkpoint`` is a `k3session.checkpoint.Checkpoint`."""
+
+    def __cinit__(self, checkpoint not None, progress=None):
+        cdef int i
+        cdef int32_t n_kda = 0, n_mla = 0
+        cdef int64_t n_moe = 0
+        config = checkpoint.config
+        self.config = config
+        self._keep = []
+        self._set_dims(config)
+        moe_layers = sum(1 for j in range(config.num_hidden_layers) if config.is_moe(j))
+        self.layers = <k3_layer*>calloc(config.num_hidden_layers, sizeof(k3_layer))
+        self.experts = <k3_matrix*>calloc(max(1, moe_layers * 3 * config.num_experts), sizeof(k3_matrix))
+        if self.layers == NULL or self.experts == NULL:
+            raise MemoryError("could not allocate the tables of the model's layers")
+        self.embed_tokens = self._matrix(checkpoint, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            self.lm_head = self.embed_tokens
+        else:
+            self.lm_head = self._matrix(checkpoint, "lm_head.weight", config.vocab_size, config.hidden_size)
+        self.norm = self._vector(checkpoint.tensor("model.norm.weight"))
+        self.output_attn_res = self._vector(_res(checkpoint, "model.output_attn_res"))
+        for i in range(config.num_hidden_layers):
+            self._bind_layer(checkpoint, i, n_kda if config.is_kda(i) else n_mla, n_moe)
+            if config.is_kda(i):
+                n_kda += 1
+            else:
+                n_mla += 1
+            if config.is_moe(i):
+                n_moe += 1
+            if progress is not None:
+                progress("open", i + 1, config.num_hidden_layers)
+
+    def __dealloc__(self):
+        free(self.experts)
+        free(self.layers)
+
+    def _set_dims(self, config):
+        d = &self.dims
+        d.vocab_size = config.vocab_size
+        d.hidden_size = config.hidden_size
+        d.num_hidden_layers = config.num_hidden_layers
+        d.attn_res_block_size = config.attn_res_block_size
+        d.kda_num_heads = config.kda_num_heads
+        d.kda_head_k = config.kda_head_dim
+        d.kda_head_v = config.kda_head_dim
+        d.conv_kernel = config.short_conv_kernel_size
+        d.num_attention_heads = config.num_attention_heads
+        d.q_lora_rank = config.q_lora_rank
+        d.kv_lora_rank = config.kv_lora_rank
+        d.qk_nope_head_dim = config.qk_nope_head_dim
+        d.qk_rope_head_dim = config.qk_rope_head_dim
+        d.v_head_dim = config.v_head_dim
+        d.latent_stride = (config.kv_lora_rank + config.qk_rope_head_dim + 15) // 16 * 16
+        d.num_experts = config.num_experts
+        d.num_experts_per_token = config.num_experts_per_token
+        d.moe_intermediate_size = config.moe_intermediate_size
+        d.routed_expert_hidden_size = config.routed_expert_hidden_size
+        d.shared_intermediate_size = config.num_shared_experts * config.moe_intermediate_size
+        d.intermediate_size = config.intermediate_size
+        d.n_kda = len(config.kda_layers)
+        d.n_mla = len(config.full_attn_layers)
+        d.rms_norm_eps = config.rms_norm_eps
+        d.mla_latent_norm_eps = config.mla_latent_norm_eps
+        d.situ_beta = config.activation_situ_beta
+        d.situ_linear_beta = config.activation_situ_linear_beta
+        d.gate_lower_bound = 0.0 if config.gate_lower_bound is None else config.gate_lower_bound
+        d.routed_scaling_factor = config.routed_scaling_factor
+        d.attention_scale = <float>(1.0 / sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim))
+        d.moe_renormalize = config.moe_renormalize
+        d.rotary = not config.mla_use_nope and config.qk_rope_head_dim > 0
+        d.rope_theta = config.rope_theta
+
+    cdef const float* _vector(self, array) except NULL:
+        flat = np.ascontiguousarray(widen(array).reshape(-1))
+        self._keep.append(flat)
+        return <const float*><uintptr_t>flat.ctypes.data
+
+    cdef k3_matrix _matrix(self, checkpoint, str name, rows, cols, bint packed=False) except *:
+        cdef k3_matrix m
+        m.scale = NULL
+        m.rows = rows
+        m.cols = cols
+        if not packed:
+            array = checkpoint.tensor(name)
+            m.dtype = K3_BF16 if array.dtype == np.uint16 else K3_F32
+        else:
+            array = checkpoint.tensor(name + "_packed")
+            scale = checkpoint.tensor(name + "_scale")
+            self._keep.append(scale)
+            m.dtype = K3_MXFP4
+            m.scale = <const uint8_t*><uintptr_t>scale.__array_interface__["data"][0]
+        expected = (rows, cols // 2 if m.dtype == K3_MXFP4 else cols)
+        if array.shape != expected:
+            raise CheckpointError(f"{name}: expected shape {expected}, found {array.shape}")
+        self._keep.append(array)
+        m.data = <const void*><uintptr_t>array.__array_interface__["data"][0]
+        return m
+
+    cdef int _bind_layer(self, checkpoint, int i, int32_t mixer_index, int64_t moe_index) except -1:
+        cdef k3_layer* L = &self.layers[i]
+        cdef k3_matrix* w
+        cdef int64_t e, E
+        c = self.config
+        d, H, D, C = c.hidden_size, c.kda_num_heads, c.kda_head_dim, c.kda_num_heads * c.kda_head_dim
+        prefix = f"model.layers.{i}."
+        L.is_kda = c.is_kda(i)
+        L.is_moe = c.is_moe(i)
+        L.mixer_index = mixer_index
+        L.input_layernorm = self._vector(checkpoint.tensor(prefix + "input_layernorm.weight"))
+        L.post_attention_layernorm = self._vector(checkpoint.tensor(prefix + "post_attention_layernorm.weight"))
+        L.self_attention_res = self._vector(_res(checkpoint, prefix + "self_attention_res"))
+        L.mlp_res = self._vector(_res(checkpoint, prefix + "mlp_res"))
+
+        attn = prefix + "self_attn."
+        if L.is_kda:
+            L.kda.q_proj = self._matrix(checkpoint, attn + "q_proj.weight", C, d)
+            L.kda.k_proj = self._matrix(checkpoint, attn + "k_proj.weight", C, d)
+            L.kda.v_proj = self._matrix(checkpoint, attn + "v_proj.weight", C, d)
+            L.kda.f_a_proj = self._matrix(checkpoint, attn + "f_a_proj.weight", D, d)
+            L.kda.f_b_proj = self._matrix(checkpoint, attn + "f_b_proj.weight", C, D)
+            L.kda.b_proj = self._matrix(checkpoint, attn + "b_proj.weight", H, d)
+            L.kda.g_proj = self._matrix(checkpoint, attn + "g_proj.weight", C, d)
+            L.kda.o_proj = self._matrix(checkpoint, attn + "o_proj.weight", d, C)
+            taps = [widen(checkpoint.tensor(f"{attn}{n}_conv1d.weight")).reshape(C, -1).T for n in "qkv"]
+            L.kda.conv1d = self._vector(np.stack(taps))
+            A_log = widen(checkpoint.tensor(attn + "A_log")).reshape(-1)[:H]
+            L.kda.A = self._vector(np.exp(A_log.astype(np.float64)).astype(np.float32))
+            L.kda.dt_bias = self._vector(checkpoint.tensor(attn + "dt_bias"))
+            L.kda.o_norm = self._vector(checkpoint.tensor(attn + "o_norm.weight"))
+        else:
+            Hm, nope, rope, v = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+            L.mla.q_a_proj = self._matrix(checkpoint, attn + "q_a_proj.weight", c.q_lora_rank, d)
+            L.mla.q_b_proj = self._matrix(checkpoint, attn + "q_b_proj.weight", Hm * (nope + rope), c.q_lora_rank)
+            L.mla.kv_a_proj_with_mqa = self._matrix(
+                checkpoint, attn + "kv_a_proj_with_mqa.weight", c.kv_lora_rank + rope, d)
+            L.mla.kv_b_proj = self._matrix(checkpoint, attn + "kv_b_proj.weight", Hm * (nope + v), c.kv_lora_rank)
+            if c.mla_use_output_gate:
+                L.mla.g_proj = self._matrix(checkpoint, attn + "g_proj.weight", Hm * v, d)
+            L.mla.o_proj = self._matrix(checkpoint, attn + "o_proj.weight", d, Hm * v)
+            L.mla.q_a_layernorm = self._vector(checkpoint.tensor(attn + "q_a_layernorm.weight"))
+            L.mla.kv_a_layernorm = self._vector(checkpoint.tensor(attn + "kv_a_layernorm.weight"))
+
+        if not L.is_moe:
+            mlp = prefix + "mlp."
+            inner = c.intermediate_size
+        else:
+            moe = prefix + "block_sparse_moe."
+            E = c.num_experts
+            latent, inner = c.routed_expert_hidden_size, c.moe_intermediate_size
+            L.moe.gate = self._matrix(checkpoint, moe + "gate.weight", E, d)
+            L.moe.e_score_correction_bias = self._vector(checkpoint.tensor(moe + "gate.e_score_correction_bias"))
+            L.moe.routed_expert_down_proj = self._matrix(checkpoint, moe + "routed_expert_down_proj.weight", latent, d)
+            L.moe.routed_expert_up_proj = self._matrix(checkpoint, moe + "routed_expert_up_proj.weight", d, latent)
+            if c.latent_moe_use_norm:
+                L.moe.routed_expert_norm = self._vector(checkpoint.tensor(moe + "routed_expert_norm.weight"))
+            packed = checkpoint.packed_experts(i)
+            w = self.experts + moe_index * 3 * E
+            L.moe.w1, L.moe.w2, L.moe.w3 = w, w + E, w + 2 * E
+            for e in range(E):
+                w[e] = self._matrix(checkpoint, f"{moe}experts.{e}.w1.weight", inner, latent, packed)
+                w[E + e] = self._matrix(checkpoint, f"{moe}experts.{e}.w2.weight", latent, inner, packed)
+                w[2 * E + e] = self._matrix(checkpoint, f"{moe}experts.{e}.w3.weight", inner, latent, packed)
+            mlp = moe + "shared_experts."
+            inner = c.num_shared_experts * c.moe_intermediate_size
+        if inner > 0:
+            L.mlp.gate_proj = self._matrix(checkpoint, mlp + "gate_proj.weight", inner, d)
+            L.mlp.up_proj = self._matrix(checkpoint, mlp + "up_proj.weight", inner, d)
+            L.mlp.down_proj = self._matrix(checkpoint, mlp + "down_proj.weight", d, inner)
+        return 0
+
+
+def _res(checkpoint, str name):
+    """norm.weight * proj.weight of an AttnRes site, multiplied in float32."""
+    return widen(checkpoint.tensor(name + "_norm.weight")).reshape(-1) * widen(checkpoint.tensor(name + "_proj.weight")).reshape(-1)

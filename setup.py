@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: MIT
+"""Builds the compiled core: the CPU ops once per instruction set, and the Cython modules over them.
+
+Everything else of the package is declared in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+HOST = ROOT / "cuda" / "host"
+MODULES = ("ops", "weights", "state", "decoder")
+
+# -ffp-contract=off: a fused multiply-add only where the source writes one (docs/numerics.md).
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-fvisibility=hidden", "-Wall"]
+# g++ 12 warns of its own AVX-512 header under these two names.
+QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+ISAS: dict[str, list[str]] = {"base": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    ISAS["avx2"] = ["-mavx2", "-mfma", "-DK3_ISA_AVX2"]
+    ISAS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DK3_ISA_AVX512"]
+COMMON_SOURCES = ("pool.cpp", "dispatch.cpp")
+
+
+def require_supported_platform() -> None:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64", "aarch64"):
+        raise SystemExit(f"k3session builds on Linux for x86-64 and aarch64; this is {sys.platform} on {platform.machine()}.")
+
+
+def cimport_root() -> str:
+    """A folder in which pyx/ has the package's own name, so that the modules can cimport each other by it."""
+    package = ROOT / "build" / "cimport" / "k3session"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.pxd").touch()
+    link = package / "_core"
+    if not link.is_symlink() or not link.exists():
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(ROOT / "pyx", package), target_is_directory=True)
+    return str(package.parent)
+
+
+def headers() -> list[str]:
+    return [str(p.relative_to(ROOT)) for folder in (ROOT / "cuda", HOST) for p in sorted(folder.glob("*.h"))]
+
+
+class BuildExt(build_ext):
+    """Compiles the CPU ops once per instruction set, each into a namespace of its own, and links them into `ops`."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name.endswith(".ops"):
+            ext.extra_objects = self.host_objects()
+        super().build_extension(ext)
+
+    def host_objects(self) -> list[str]:
+        jobs: list[tuple[str, str, list[str]]] = []
+        for source in sorted(HOST.glob("*.cpp")):
+            name = str(source.relative_to(ROOT))
+            if source.name in COMMON_SOURCES:
+                jobs.append((name, "common", FLAGS + QUIET))
+            else:
+                jobs += [(name, isa, FLAGS + QUIET + flags + [f"-DK3_NS=k3_{isa}"]) for isa, flags in ISAS.items()]
+        newest_header = max(os.path.getmtime(ROOT / h) for h in [*headers(), "setup.py"])
+
+        def compile_one(job: tuple[str, str, list[str]]) -> str:
+            source, isa, flags = job
+            folder = os.path.join(self.build_temp, isa)
+            target = os.path.join(folder, os.path.splitext(source)[0] + ".o")
+            newest = max(newest_header, os.path.getmtime(ROOT / source))
+            if not self.force and os.path.exists(target) and os.path.getmtime(target) > newest:
+                return target
+            return self.compiler.compile([source], output_dir=folder, include_dirs=["cuda"], extra_postargs=flags)[0]
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            return list(pool.map(compile_one, jobs))
+
+
+def extensions() -> list[Extension]:
+    require_supported_platform()
+    from Cython.Build import cythonize
+
+    modules = [
+        Extension(
+            f"k3session._core.{name}",
+            [f"pyx/{name}.pyx"],
+            include_dirs=[str(ROOT / "cuda")],
+            language="c++",
+            extra_compile_args=[*FLAGS, *QUIET, "-Wno-unused-function"],
+            depends=headers(),
+        )
+        for name in MODULES
+    ]
+    return cythonize(
+        modules,
+        include_path=[cimport_root()],
+        build_dir="build/cython",
+        compiler_directives={
+            "language_level": "3",
+            "embedsignature": True,
+            "boundscheck": False,
+            "wraparound": False,
+            "initializedcheck": False,
+            "cdivision": True,
+        },
+    )
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExt})
