@@ -6,6 +6,7 @@ Everything else of the package is declared in pyproject.toml.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import sys
@@ -17,10 +18,18 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 HOST = ROOT / "cuda" / "host"
-MODULES = ("ops", "weights", "state", "decoder")
+MODULES = ("ops", "weights", "state", "decoder", "kernels")
 
 # -ffp-contract=off: a fused multiply-add only where the source writes one (docs/numerics.md).
-FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-fvisibility=hidden", "-Wall"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-fvisibility=hidden",
+    "-Wall",
+]
 # g++ 12 warns of its own AVX-512 header under these two names.
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 ISAS: dict[str, list[str]] = {"base": []}
@@ -32,7 +41,8 @@ COMMON_SOURCES = ("pool.cpp", "dispatch.cpp")
 
 def require_supported_platform() -> None:
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64", "aarch64"):
-        raise SystemExit(f"k3session builds on Linux for x86-64 and aarch64; this is {sys.platform} on {platform.machine()}.")
+        here = f"{sys.platform} on {platform.machine()}"
+        raise SystemExit(f"k3session builds on Linux for x86-64 and aarch64; this is {here}.")
 
 
 def cimport_root() -> str:
@@ -51,12 +61,32 @@ def headers() -> list[str]:
     return [str(p.relative_to(ROOT)) for folder in (ROOT / "cuda", HOST) for p in sorted(folder.glob("*.h"))]
 
 
+def build_header() -> str:
+    """Writes k3_build.h: snapshots record which build made them, and resume exactly only under the same one."""
+    digest = hashlib.sha256(repr((FLAGS, ISAS, platform.machine())).encode())
+    for path in sorted([*(ROOT / "cuda").rglob("*.*"), *(ROOT / "pyx").glob("*.*")]):
+        digest.update(path.read_bytes())
+    folder = ROOT / "build" / "generated"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = f'#define K3_BUILD "{digest.hexdigest()[:16]}"\n'
+    header = folder / "k3_build.h"
+    if not header.exists() or header.read_text() != text:
+        header.write_text(text)
+    return str(folder)
+
+
 class BuildExt(build_ext):
     """Compiles the CPU ops once per instruction set, each into a namespace of its own, and links them into `ops`."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.parallel is None:
+            self.parallel = len(os.sched_getaffinity(0))
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name.endswith(".ops"):
             ext.extra_objects = self.host_objects()
+            ext.depends = [*ext.depends, *ext.extra_objects]  # else a changed op is compiled but not linked
         super().build_extension(ext)
 
     def host_objects(self) -> list[str]:
@@ -64,9 +94,10 @@ class BuildExt(build_ext):
         for source in sorted(HOST.glob("*.cpp")):
             name = str(source.relative_to(ROOT))
             if source.name in COMMON_SOURCES:
-                jobs.append((name, "common", FLAGS + QUIET))
+                jobs.append((name, "common", [*FLAGS, *QUIET]))
             else:
-                jobs += [(name, isa, FLAGS + QUIET + flags + [f"-DK3_NS=k3_{isa}"]) for isa, flags in ISAS.items()]
+                for isa, flags in ISAS.items():
+                    jobs.append((name, isa, [*FLAGS, *QUIET, *flags, f"-DK3_NS=k3_{isa}"]))
         newest_header = max(os.path.getmtime(ROOT / h) for h in [*headers(), "setup.py"])
 
         def compile_one(job: tuple[str, str, list[str]]) -> str:
@@ -76,9 +107,10 @@ class BuildExt(build_ext):
             newest = max(newest_header, os.path.getmtime(ROOT / source))
             if not self.force and os.path.exists(target) and os.path.getmtime(target) > newest:
                 return target
-            return self.compiler.compile([source], output_dir=folder, include_dirs=["cuda"], extra_postargs=flags)[0]
+            compiled = self.compiler.compile([source], folder, include_dirs=["cuda"], extra_postargs=flags)
+            return compiled[0]
 
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(max_workers=int(self.parallel or 1)) as pool:
             return list(pool.map(compile_one, jobs))
 
 
@@ -86,14 +118,15 @@ def extensions() -> list[Extension]:
     require_supported_platform()
     from Cython.Build import cythonize
 
+    generated = build_header()
     modules = [
         Extension(
             f"k3session._core.{name}",
             [f"pyx/{name}.pyx"],
-            include_dirs=[str(ROOT / "cuda")],
+            include_dirs=[str(ROOT / "cuda"), generated],
             language="c++",
             extra_compile_args=[*FLAGS, *QUIET, "-Wno-unused-function"],
-            depends=headers(),
+            depends=[*headers(), *(["build/generated/k3_build.h"] if name == "ops" else [])],
         )
         for name in MODULES
     ]

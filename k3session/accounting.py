@@ -34,6 +34,7 @@ __all__ = ["Inspection", "inspect"]
 _PACKED = re.compile(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\..*weight_packed")
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
+_BLOCK = 1 << 24
 
 
 @dataclass(slots=True)
@@ -115,7 +116,8 @@ def _canonical(files: FileSet, result: Inspection) -> dict[str, str]:
             f"{', '.join(unknown[:3])}; accepted prefixes are {accepted}; "
             f"{' and '.join(SKIPPED_PREFIXES)} are skipped."
         )
-    for name in named:
+    # A layer whose files are missing in part is packed if its index says so.
+    for name in [*named, *(canonicalise(stored) or "" for stored in files.lost)]:
         found = _PACKED.fullmatch(name)
         if found:
             result.packed_layers.add(int(found[1]))
@@ -136,6 +138,7 @@ def _match(result: Inspection, c: K3Config, files: FileSet, named: dict[str, str
         )
         return
     rest = dict(named)
+    padded: list[StoredTensor] = []
     paths = {file: result.path / file for file in files.headers}
     for parameter in parameters(c, packed=result.packed_layers.__contains__):
         stored = rest.pop(parameter.name, None)
@@ -147,8 +150,8 @@ def _match(result: Inspection, c: K3Config, files: FileSet, named: dict[str, str
         file = files.where[stored]
         header = files.headers[file]
         info = header.tensors[stored]
-        _compare(parameter, info, stored, file, groups)
-        result.tensors[parameter.name] = StoredTensor(
+        good = _compare(parameter, info, stored, file, groups)
+        tensor = StoredTensor(
             name=parameter.name,
             stored_name=stored,
             file=paths[file],
@@ -161,6 +164,9 @@ def _match(result: Inspection, c: K3Config, files: FileSet, named: dict[str, str
             layer=parameter.layer,
             component=parameter.component,
         )
+        result.tensors[parameter.name] = tensor
+        if good and tensor.nbytes < tensor.stored_nbytes:
+            padded.append(tensor)
     _check_tied_head(result, c, files, rest)
     outside = [name for name in rest if layer_of(name) >= c.num_hidden_layers]
     if outside:
@@ -177,7 +183,9 @@ def _match(result: Inspection, c: K3Config, files: FileSet, named: dict[str, str
                 f" is not part of this model.{why_unexpected(name, c)}",
             )
     result.problems += groups.sentences()
-    _check_values(result)
+    for tensor in padded:
+        _check_padding(result, tensor)
+    _check_expert_dtypes(result)
 
 
 def _used(info: TensorInfo, parameter: Parameter) -> int:
@@ -185,20 +193,18 @@ def _used(info: TensorInfo, parameter: Parameter) -> int:
     return info.nbytes // max(1, prod(info.shape)) * prod(parameter.shape)
 
 
-def _compare(parameter: Parameter, info: TensorInfo, stored: str, file: str, groups: Grouped) -> None:
+def _compare(parameter: Parameter, info: TensorInfo, stored: str, file: str, groups: Grouped) -> bool:
     if info.dtype not in parameter.dtypes:
         groups.add(stored, f"{file}: ", f" is {info.dtype}; expected {kinds(parameter)}.")
-    good = info.shape == parameter.shape
+    fits = info.shape == parameter.shape
     if parameter.padded and prod(info.shape) >= parameter.shape[0]:
         # Kimi Linear stores A_log as [1, 1, heads, 1].
-        good = len(info.shape) == 1 or (len(info.shape) == 4 and info.shape[2] == prod(info.shape))
-    if not good:
-        orlonger = ", or longer with zeros at the end," if parameter.padded else ""
-        groups.add(
-            stored,
-            f"{file}: ",
-            f" has shape {list(info.shape)}; expected {shape_of(parameter)}{orlonger} from config.json.",
-        )
+        fits = len(info.shape) == 1 or (len(info.shape) == 4 and info.shape[2] == prod(info.shape))
+    if not fits:
+        longer = ", or longer with zeros at the end," if parameter.padded else ""
+        expected = f"expected {shape_of(parameter)}{longer} from config.json."
+        groups.add(stored, f"{file}: ", f" has shape {list(info.shape)}; {expected}")
+    return fits and info.dtype in parameter.dtypes
 
 
 def _packing_problems(result: Inspection, c: K3Config) -> None:
@@ -220,19 +226,12 @@ def _check_tied_head(result: Inspection, c: K3Config, files: FileSet, rest: dict
     header = files.headers[files.where[stored]]
     info = header.tensors[stored]
     same = info.dtype == embedding.dtype and info.shape == embedding.shape
-    if same:
-        one = memoryview(result.shards.map(embedding.file))[embedding.offset :][: info.nbytes]
-        other = memoryview(result.shards.map(result.path / files.where[stored]))[
-            header.data_start + info.begin :
-        ]
-        step = 1 << 24
-        same = all(
-            np.array_equal(
-                np.frombuffer(one[i : i + step], "u1"),
-                np.frombuffer(other[i : i + len(one[i : i + step])], "u1"),
-            )
-            for i in range(0, info.nbytes, step)
-        )
+    other = result.path / files.where[stored]
+    for start in range(0, info.nbytes if same else 0, _BLOCK):
+        count = min(_BLOCK, info.nbytes - start)
+        same = same and result.shards.read(
+            embedding.file, embedding.offset + start, count
+        ) == result.shards.read(other, header.data_start + info.begin + start, count)
     if same:
         result.skipped.append(stored)
     else:
@@ -242,29 +241,25 @@ def _check_tied_head(result: Inspection, c: K3Config, files: FileSet, rest: dict
         )
 
 
-def _check_values(result: Inspection) -> None:
-    """The few values that the shapes cannot vouch for: what follows the heads in a padded A_log."""
+def _check_padding(result: Inspection, tensor: StoredTensor) -> None:
+    """What follows the heads in a padded A_log: the one place where shapes vouch for nothing."""
+    start, count = tensor.offset + tensor.nbytes, tensor.stored_nbytes - tensor.nbytes
+    tail = np.frombuffer(result.shards.read(tensor.file, start, count), ARRAY_TYPES[tensor.dtype])
+    # For BF16 the sign bit alone is -0.0, which is zero too.
+    bad = np.flatnonzero(tail & 0x7FFF if tensor.dtype == "BF16" else tail)
+    if bad.size:
+        heads, stored = prod(tensor.shape), prod(tensor.stored_shape)
+        result.problems.append(
+            f"{tensor.file.name}: {tensor.stored_name} has {heads} heads and {stored} entries, and entry "
+            f"{heads + int(bad[0])} is not zero; expected zeros past the heads."
+        )
+
+
+def _check_expert_dtypes(result: Inspection) -> None:
     dtypes: dict[int, set[str]] = {}
     for tensor in result.tensors.values():
-        if (
-            tensor.name.endswith(".A_log")
-            and tensor.dtype in ARRAY_TYPES
-            and tensor.nbytes < tensor.stored_nbytes
-        ):
-            whole = memoryview(result.shards.map(tensor.file))[tensor.offset :][: tensor.stored_nbytes]
-            tail = np.frombuffer(whole[tensor.nbytes :], ARRAY_TYPES[tensor.dtype])
-            # For BF16 the sign bit alone is -0.0, which is zero too.
-            bad = np.flatnonzero(tail & 0x7FFF if tensor.dtype == "BF16" else tail)
-            if bad.size:
-                result.problems.append(
-                    f"{tensor.file.name}: {tensor.stored_name} has {tensor.shape[0]} heads and "
-                    f"{prod(tensor.stored_shape)} entries, and entry {tensor.shape[0] + int(bad[0])} is not zero; "
-                    "expected zeros past the heads."
-                )
-        elif tensor.component == "experts" and tensor.dtype != "U8" and tensor.layer is not None:
+        if tensor.component == "experts" and tensor.dtype != "U8" and tensor.layer is not None:
             dtypes.setdefault(tensor.layer, set()).add(tensor.dtype)
     for layer, found in dtypes.items():
-        if len(found) > 1:
-            result.problems.append(
-                f"layer {layer}: the experts are {' and '.join(sorted(found))}; expected one of them."
-            )
+        if found == {"BF16", "F32"}:
+            result.problems.append(f"layer {layer}: the experts are BF16 and F32; expected one of them.")

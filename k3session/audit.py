@@ -69,7 +69,7 @@ def audit(
 def _report(found: Inspection) -> dict[str, Any]:
     by_part = dict.fromkeys(COMPONENTS, 0)
     for tensor in found.tensors.values():
-        by_part[tensor.component] += tensor.nbytes
+        by_part[tensor.component] += tensor.stored_nbytes
     config = found.config
     return {
         "ok": False,

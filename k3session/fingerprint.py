@@ -4,7 +4,8 @@
 A tensor is identified by its canonical name, dtype, shape and bytes.  Up to 16 KiB all bytes count; of
 a larger one the first, middle and last 512, and of a large matrix of a routed expert, of which there
 may be half a million, the middle 512.  So two models that differ only between those windows look the
-same here; a training step, another quantisation or a truncated download does not.  :meth:`k3session.checkpoint.Checkpoint.deep_digest` reads everything.
+same here; a training step, another quantisation or a truncated download does not.
+:meth:`k3session.checkpoint.Checkpoint.deep_digest` reads everything.
 """
 
 from __future__ import annotations

@@ -74,6 +74,24 @@ class Shards:
             raise CheckpointError(f"{file.name}: cannot be mapped: {error.strerror or error}.") from error
         return self._maps.setdefault(file, made)
 
+    def read(self, file: Path, start: int, count: int) -> bytes:
+        """Read some bytes without mapping `file`.
+
+        Raises
+        ------
+        CheckpointError
+            They cannot be read.
+        """
+        try:
+            with open(file, "rb") as handle:
+                handle.seek(start)
+                data = handle.read(count)
+        except OSError as error:
+            raise CheckpointError(f"{file.name}: cannot be read: {error.strerror or error}.") from error
+        if len(data) != count:
+            raise CheckpointError(f"{file.name}: only {len(data)} of {count} bytes could be read at {start}.")
+        return data
+
     def array(self, tensor: StoredTensor) -> npt.NDArray[Any]:
         """Return `tensor` as a read-only view of its file; unaligned where the file is."""
         kind = ARRAY_TYPES[tensor.dtype]

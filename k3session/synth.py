@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,38 +120,53 @@ def synth(
     report = Progress(progress)
     begun: list[Path] = []
     try:
-        _prepare(folder, total)
+        with _as_checkpoint_error(folder):
+            _prepare(folder, total)
         count = len(shards)
         names = [f"model-{i:05d}-of-{count:06d}.safetensors" for i in range(1, count + 1)]
         names = names if count > 1 else ["model.safetensors"]
         done = 0
-        for file, shard in zip(names, shards, strict=True):
-            begun += [folder / (file + ".part"), folder / file]
-            done = _write_shard(begun[-2], shard, config, seed, prefix, report, done, total)
-            os.replace(begun[-2], begun[-1])
-        weight_map = {prefix + t.name: file for file, shard in zip(names, shards, strict=True) for t in shard}
+        for name, shard in zip(names, shards, strict=True):
+            part, file = folder / (name + ".part"), folder / name
+            begun += [part, file]
+            for written in _write_shard(part, shard, config, seed, prefix):
+                done += written
+                report("synth", done, total)
+            with _as_checkpoint_error(folder):
+                os.replace(part, file)
+        weight_map = {prefix + t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
-        generation = {k: v for k, v in ids.items() if v is not None} | {
-            "eos_token_id": list(config.eos_token_id)
-        }
         # config.json last: a folder without it is no checkpoint.
-        for file, value in (
-            (INDEX, index),
-            ("generation_config.json", generation),
-            ("config.json", config.to_dict()),
-        ):
-            begun.append(folder / file)
-            begun[-1].write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    except BaseException as error:
-        for made in begun:
-            made.unlink(missing_ok=True)
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise CheckpointError(f"{folder}: cannot be written: {error.strerror or error}.") from error
+        values = {
+            INDEX: index,
+            "generation_config.json": _generation(config),
+            "config.json": config.to_dict(),
+        }
+        for name, value in values.items():
+            begun.append(folder / name)
+            with _as_checkpoint_error(folder):
+                begun[-1].write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    except BaseException:
+        for file in begun:
+            file.unlink(missing_ok=True)
         raise
     finally:
         report.close()
     return folder
+
+
+@contextmanager
+def _as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """A file that cannot be written is the folder's problem; what the caller's progress raises is not."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror or error}.") from error
+
+
+def _generation(config: K3Config) -> dict[str, Any]:
+    ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id}
+    return {k: v for k, v in ids.items() if v is not None} | {"eos_token_id": list(config.eos_token_id)}
 
 
 def _config(preset: str | K3Config) -> K3Config:
@@ -213,25 +229,22 @@ def _cut(tensors: list[_Tensor], shard_bytes: int) -> list[list[_Tensor]]:
     return shards
 
 
-def _write_shard(
-    file: Path,
-    shard: list[_Tensor],
-    config: K3Config,
-    seed: int,
-    prefix: str,
-    report: Progress,
-    done: int,
-    total: int,
-) -> int:
+def _write_shard(file: Path, shard: list[_Tensor], config: K3Config, seed: int, prefix: str) -> Iterator[int]:
+    """Write one file, yielding the bytes of each block as it is written."""
     laid_out = plan(((prefix + t.name, t.dtype, t.shape) for t in shard), {"format": "pt"})
-    with open(file, "wb") as out:
-        out.write(laid_out.header)
+    with _as_checkpoint_error(file.parent):
+        out = open(file, "wb")  # noqa: SIM115  (closed below, where a failure counts as well)
+    try:
+        with _as_checkpoint_error(file.parent):
+            out.write(laid_out.header)
         for tensor in shard:
             for block in _blocks(tensor, config, seed):
-                out.write(block.data)
-                done += block.nbytes
-                report("synth", done, total)
-    return done
+                with _as_checkpoint_error(file.parent):
+                    out.write(block.data)
+                yield block.nbytes
+    finally:
+        with _as_checkpoint_error(file.parent):
+            out.close()
 
 
 def _generator(seed: int, name: str) -> np.random.Generator:

@@ -9,8 +9,10 @@ from k3session._core.c_ops cimport (
     k3_cpu_best_isa,
     k3_cpu_ops,
     k3_cpu_sizes,
+    k3_dims,
     k3_float_mode_enter,
     k3_float_mode_leave,
+    k3_ops,
     k3_pool_hold,
     k3_pool_release,
     k3_pool_workers,
@@ -19,7 +21,11 @@ from k3session._core.weights cimport Weights
 
 from k3session.errors import ConfigError
 
+cdef extern from "k3_build.h":
+    const char* K3_BUILD
+
 ISAS = ("base", "avx2", "avx512")
+BUILD = K3_BUILD.decode()               # digest of the sources and flags of the compiled core
 
 
 cdef void* aligned(int64_t nbytes) except NULL:
@@ -37,6 +43,18 @@ cdef unsigned int float_mode_enter() noexcept nogil:
 
 cdef void float_mode_leave(unsigned int before) noexcept nogil:
     k3_float_mode_leave(before)
+
+
+cdef int op_table(str isa, k3_ops* table) except -1:
+    """Fills the table for an instruction set by name; ConfigError where this processor or build has it not."""
+    if isa not in ISAS or not k3_cpu_ops(ISAS.index(isa), table):
+        raise ConfigError(f"instruction set {isa!r} is not available here: the best is {best_isa()!r}")
+    return 0
+
+
+cdef void buffer_sizes(const k3_dims* dims, int64_t rows, int64_t* x, int64_t* work, int64_t* items) noexcept nogil:
+    """Sizes of the work buffers for passes of up to ``rows`` rows."""
+    k3_cpu_sizes(dims, rows, x, work, items)
 
 
 def best_isa() -> str:
@@ -65,8 +83,7 @@ cdef class CpuOps:
 
     def __cinit__(self, Weights weights not None, int64_t rows, int threads, str isa):
         cdef int64_t x_floats, work_floats, list_items
-        if isa not in ISAS or not k3_cpu_ops(ISAS.index(isa), &self.table):
-            raise ConfigError(f"instruction set {isa!r} is not available here: the best is {best_isa()!r}")
+        op_table(isa, &self.table)
         self.isa = isa
         self.rows = rows
         self.table.ctx = &self.cpu

@@ -227,21 +227,27 @@ cdef class K3CpuFallbackState:
         dtype = np.uint16 if self.timeline.latent_dtype == K3_BF16 else np.float32
         return {"latent": ((position, d.kv_lora_rank + d.qk_rope_head_dim), np.dtype(dtype))}
 
-    def export(self, out: dict | None = None) -> dict:
-        """This layer's arrays, copied out in the canonical layout; ``out`` may hold arrays to fill."""
-        cdef int64_t position = self.timeline.position, t, width
+    def array(self, str name):
+        """One of this layer's arrays, "conv", "state" or "latent", copied out in the canonical layout."""
+        cdef int64_t t, width, position = self.timeline.position
         cdef char* to
-        arrays = out if out is not None else {k: np.empty(s, t) for k, (s, t) in self.shapes(position).items()}
-        if self.is_kda:
-            _copy(arrays["conv"], self.timeline.now[self.mixer_index].conv, True)
-            _copy(arrays["state"], self.timeline.now[self.mixer_index].state, True)
+        shape, dtype = self.shapes(position)[name]
+        out = np.empty(shape, dtype)
+        if name == "conv":
+            _copy(out, self.timeline.now[self.mixer_index].conv, True)
+        elif name == "state":
+            _copy(out, self.timeline.now[self.mixer_index].state, True)
         else:
-            width = arrays["latent"].shape[1] * arrays["latent"].itemsize
-            to = <char*><uintptr_t>arrays["latent"].ctypes.data
+            width = out.shape[1] * out.itemsize
+            to = <char*><uintptr_t>out.ctypes.data
             with nogil:
                 for t in range(position):
                     memcpy(to + t * width, self.timeline.latent(self.mixer_index, t), width)
-        return arrays
+        return out
+
+    def export(self) -> dict:
+        """Name -> array for all of this layer's arrays."""
+        return {name: self.array(name) for name in self.shapes(self.timeline.position)}
 
     def verify(self, int64_t position, dict arrays) -> None:
         """SnapshotMismatchError unless the arrays are this layer's for that position."""

@@ -1,0 +1,655 @@
+# SPDX-License-Identifier: MIT
+"""A session: one timeline of tokens over a model, and everything that can be done with it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from k3session import __version__
+from k3session._core.decoder import Scratch
+from k3session._core.ops import BUILD
+from k3session._core.state import Timeline
+from k3session.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    InvalidTokenError,
+    K3Error,
+    NonFiniteError,
+    PassCancelled,
+    SessionBusyError,
+    SnapshotError,
+    SnapshotMismatchError,
+)
+from k3session.generation import Generated, generate
+from k3session.progress import Progress, ProgressArgument
+from k3session.sampling import Sampling
+from k3session.snapshot import LayerSnapshot, Snapshot, check_meta, head_parts, stated_size
+from k3session.snapshot_file import Part, SnapshotReader, write_file
+from k3session.text import TokenizerLike
+
+if TYPE_CHECKING:
+    from k3session.model import Model
+
+__all__ = ["Session"]
+
+#: Rows in a chunk of a prefill: enough to use each weight many times, few enough to cancel soon.
+CHUNK_ROWS = 128
+_LATENTS = {"fp32": False, "bf16": True}
+_numbers = itertools.count(1)
+
+
+class Session:
+    """One mutable timeline over a shared model.
+
+    A session has one owner: a second thread that uses it while it is busy gets `SessionBusyError`.  Sessions of one
+    model run in parallel.  Every pass commits at its end or not at all, so a failure, a cancel or Ctrl-C leaves the
+    session where it was, or at the end of the last finished chunk of a prefill.
+
+    Parameters
+    ----------
+    model
+        The model; stays open at least as long as the session.
+    capacity
+        The most tokens that the session may hold.  None is the model's ``max_position_embeddings``.  Memory is taken
+        as the session grows, not in advance.
+    latent
+        How MLA keeps its latent cache: "fp32", or "bf16", half the size, rounded once when a row is appended.
+
+    Examples
+    --------
+    >>> import k3session as k3
+    >>> with k3.Model.open() as model, model.session() as s:
+    ...     logits = s.prefill([82, 79, 77])
+    ...     logits = s.step(int(logits.argmax()))
+    ...     s.position
+    4
+    """
+
+    def __init__(self, model: Model, *, capacity: int | None = None, latent: str = "fp32") -> None:
+        if latent not in _LATENTS:
+            raise ConfigError(f"latent is {latent!r}; expected 'fp32' or 'bf16'")
+        if capacity is None:
+            capacity = model.config.max_position_embeddings
+        elif isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+            raise ConfigError(f"capacity is {capacity!r}; expected None or a number of tokens of at least 1")
+        self._lock = threading.Lock()
+        self._closed = True
+        self.name = f"session-{next(_numbers)}"
+        self._model = model
+        self._capacity = capacity
+        self._latent = latent
+        self._decoder = model._open_decoder()
+        self._timeline: Any = Timeline(model._weights, _LATENTS[latent])
+        self._scratch: Any = Scratch(model._weights, CHUNK_ROWS, model.threads, model.isa)
+        vocab = model.config.vocab_size
+        self._vocab = vocab
+        self._ids = np.empty(64, np.int32)
+        self._one = np.empty(1, np.int32)
+        self._row = np.empty((1, vocab), np.float32)
+        self._has_logits = False
+        self._digests: dict[int, str] = {}
+        self._active = False
+        self._in_generation = False
+        self._failure: K3Error | None = None
+        self._resume: str | None = None
+        self._meta: Any = None
+        self.sampling: Sampling | None = None
+        model._register(self)
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------
+    # what it is
+    # ------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Model:
+        """The model."""
+        return self._model
+
+    @property
+    def position(self) -> int:
+        """Tokens that the session holds; the next one gets this position."""
+        self._check_open()
+        return int(self._timeline.position)
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens that the session may hold."""
+        return self._capacity
+
+    @property
+    def latent(self) -> str:
+        """How the latent cache is stored: "fp32" or "bf16"."""
+        return self._latent
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """A copy of the ids so far, int32[position]; -1 where embeddings were given or a snapshot left ids out."""
+        self._check_open()
+        return self._ids[: self._timeline.position].copy()
+
+    @property
+    def logits(self) -> npt.NDArray[np.float32] | None:
+        """The logits for the next token, float32[vocab], read-only; None before the first token."""
+        self._check_open()
+        if not self._has_logits:
+            return None
+        row = self._row[0].copy()
+        row.flags.writeable = False
+        return row
+
+    @property
+    def layers(self) -> list[Any]:
+        """One ``K3CpuFallbackState`` per layer: the state that it carries from token to token."""
+        self._check_open()
+        return self._timeline.layers  # type: ignore[no-any-return]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of state: recurrent matrices, conv windows and latent pages."""
+        self._check_open()
+        return int(self._timeline.nbytes)
+
+    @property
+    def resume(self) -> str | None:
+        """After a load or restore: "exact" where build, instruction set and device agree, else "tolerance"."""
+        return self._resume
+
+    @property
+    def meta(self) -> Any:
+        """The ``meta`` of the snapshot that the session was loaded from."""
+        return self._meta
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    # ------------------------------------------------------------------------------------------
+    # passes
+    # ------------------------------------------------------------------------------------------
+
+    def step(self, token: int, *, out: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+        """Take in one token.
+
+        Parameters
+        ----------
+        token
+            Its id.
+        out
+            float32[vocab] to fill instead of a new array.
+
+        Returns
+        -------
+        float32[vocab]
+            The logits for the token after it; the caller's own.
+
+        Raises
+        ------
+        InvalidTokenError, CapacityError, PassCancelled, NonFiniteError, SessionBusyError, ClosedError
+        """
+        self._enter()
+        try:
+            self._one[0] = self._checked_id(token)
+            if out is not None:
+                self._check_out(out)
+            position = self._timeline.position
+            if position >= self._capacity:
+                raise self._full(1)
+            self._forward(self._one)
+            if position == self._ids.size:
+                self._grow_ids(position + 1)
+            self._ids[position] = self._one[0]
+            if out is None:
+                return self._row[0].copy()
+            out[:] = self._row[0]
+            return out
+        finally:
+            self._leave()
+
+    def prefill(
+        self,
+        prompt: Sequence[int] | npt.NDArray[Any],
+        *,
+        chunk: int = CHUNK_ROWS,
+        progress: ProgressArgument = False,
+    ) -> npt.NDArray[np.float32]:
+        """Take in a prompt, in chunks.  The result is the same to the bit as that of single steps.
+
+        Parameters
+        ----------
+        prompt
+            Token ids [n], or embeddings float32[n, hidden_size] in their place.
+        chunk
+            Rows of one pass, from 1 to 128; no result depends on it.
+        progress
+            True, or a function called as ``progress("prefill", tokens done, tokens)`` after each chunk.
+
+        Returns
+        -------
+        float32[vocab]
+            The logits for the token after the prompt.
+
+        Raises
+        ------
+        PassCancelled, KeyboardInterrupt
+            The session stands at the end of the last finished chunk and can go on.
+        InvalidTokenError, CapacityError, NonFiniteError, SessionBusyError, ClosedError
+        """
+        report = Progress(progress)
+        self._enter()
+        try:
+            ids, embeddings = self._checked_prompt(prompt)
+            if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= CHUNK_ROWS:
+                raise ConfigError(f"chunk is {chunk!r}; expected a number of rows from 1 to {CHUNK_ROWS}")
+            n, start = ids.size, self._timeline.position
+            if start + n > self._capacity:
+                raise self._full(n)
+            if start + n > self._ids.size:
+                self._grow_ids(start + n)
+            for i in range(0, n, chunk):
+                part = ids[i : i + chunk]
+                rows = None if embeddings is None else embeddings[i : i + chunk]
+                self._forward(part, rows)
+                self._ids[start + i : start + i + part.size] = part
+                if rows is not None:
+                    for j, row in enumerate(rows):
+                        self._digests[start + i + j] = xxhash.xxh3_128_hexdigest(row)
+                report("prefill", i + part.size, n)
+            return self._row[0].copy()
+        finally:
+            self._leave()
+            report.close()
+
+    def generate(
+        self,
+        max_tokens: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        tokenizer: TokenizerLike | None = None,
+    ) -> Iterator[Generated]:
+        """Continue with tokens of the model's own.
+
+        A token is chosen, stepped, then yielded, stop tokens too: breaking off, saving, loading and generating again
+        repeats nothing and loses nothing.
+
+        Parameters
+        ----------
+        max_tokens
+            None goes on until a stop or the capacity.
+        sampling
+            None takes that of the last generation or snapshot, else the checkpoint's ``generation_config.json``.
+        stop
+            Strings that end the text; they are not part of it.
+        tokenizer
+            An object with ``encode`` and ``decode``, in place of the checkpoint's own.
+
+        Yields
+        ------
+        Generated
+            token, position, text, logprob, finish_reason, seconds.
+
+        Examples
+        --------
+        >>> import k3session as k3
+        >>> with k3.Model.open() as model, model.session() as s:
+        ...     _ = s.prefill(model.tokenizer.encode("ROMEO.\\n"))
+        ...     sum(1 for r in s.generate(8, sampling=k3.Sampling(seed=1)))
+        8
+        """
+        self._check_open()
+        return generate(self, max_tokens, sampling, stop, tokenizer)
+
+    def cancel(self) -> bool:
+        """Stop the call that is running in another thread, at the next layer.
+
+        Returns whether there was one; it then ends with `PassCancelled`, and the session stands at the end of the
+        last finished pass.
+        """
+        if self._active or self._in_generation:
+            self._scratch.cancel()
+            return True
+        return False
+
+    # ------------------------------------------------------------------------------------------
+    # snapshots
+    # ------------------------------------------------------------------------------------------
+
+    def snapshot(self, *, meta: Any = None, include_tokens: bool = True) -> Snapshot:
+        """Return everything that the session is, copied.
+
+        Parameters
+        ----------
+        meta
+            Anything that JSON can hold, kept with the snapshot.
+        include_tokens
+            Whether the ids are kept; without them the conversation cannot be read from the snapshot.
+        """
+        self._enter()
+        try:
+            layers = tuple(LayerSnapshot(**layer.export()) for layer in self._timeline.layers)
+            tokens, logits = self._head(include_tokens)
+            return Snapshot(self._timeline.position, tokens, logits, layers, self._facts(meta, include_tokens))
+        finally:
+            self._leave()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Become what the snapshot says.  A snapshot that is refused changes nothing.
+
+        Raises
+        ------
+        SnapshotMismatchError
+            Another model, other weights or options: ``differences`` lists every field that differs.
+        CapacityError
+            The snapshot holds more tokens than this session may.
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(f"expected a k3session.Snapshot, found {type(snapshot).__name__}; for a file use Session.load")
+        self._enter(failed_is_fine=True)
+        try:
+            self._check_facts(snapshot.facts, snapshot.position, snapshot.logits)
+            self._take(snapshot)
+        finally:
+            self._leave()
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        meta: Any = None,
+        include_tokens: bool = True,
+        progress: ProgressArgument = False,
+    ) -> int:
+        """Write a snapshot file, and return its size in bytes.
+
+        Crash-safe: at every moment `path` is the old file, whole, or the new one, whole.  On an error the old one is
+        there, and the session is as it was.
+
+        Raises
+        ------
+        SnapshotError
+            No space, no folder, no permission: the message says which.
+        """
+        report = Progress(progress)
+        self._enter()
+        try:
+            parts = head_parts(*self._head(include_tokens))
+            for i, layer in enumerate(self._timeline.layers):
+                for name, (shape, dtype) in layer.shapes(self._timeline.position).items():
+                    # One array is copied out at a time: a save needs little memory beside the session's own.
+                    kind = "BF16" if dtype == np.uint16 else "F32"
+                    parts.append(Part(f"layers.{i}.{name}", kind, shape, functools.partial(layer.array, name)))
+            return write_file(path, parts, self._facts(meta, include_tokens), report)
+        finally:
+            self._leave()
+            report.close()
+
+    @classmethod
+    def load(cls, model: Model, path: str | os.PathLike[str], *, capacity: int | None = None) -> Session:
+        """Return a session that goes on where the file was saved.
+
+        The latent cache keeps the file's dtype.  Facts are compared and every tensor is checked against its digest
+        before there is a session.
+
+        Raises
+        ------
+        SnapshotError, SnapshotCorruptError, SnapshotMismatchError, CapacityError
+        """
+        with SnapshotReader(path) as reader:
+            position, _ = stated_size(reader)
+            latent = reader.facts.get("latent")
+            session = cls(model, capacity=capacity, latent=latent if latent in _LATENTS else "fp32")
+            try:
+                session._check_facts(reader.facts, position, None)
+                session._check_size(reader)
+                session._take(Snapshot.from_reader(reader))
+            except BaseException:
+                session.close()
+                raise
+        return session
+
+    # ------------------------------------------------------------------------------------------
+    # the end
+    # ------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the session's memory; further use raises `ClosedError`.  Closing twice is fine."""
+        if self._closed:
+            return
+        if not self._lock.acquire(blocking=False):
+            raise SessionBusyError(f"{self.name} is in use; cancel() it, or close it when its call has returned")
+        try:
+            self._closed = True
+            self._timeline = self._scratch = None
+            self._model._forget(self)
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except SessionBusyError:
+            pass                           # the exception on its way matters more than this one
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Session is a handle to memory of this process and cannot be pickled; save() it and load() it there")
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"<Session {self.name}: closed>"
+        return f"<Session {self.name}: position {self._timeline.position} of {self._capacity}, latent {self._latent}>"
+
+    # ------------------------------------------------------------------------------------------
+    # inside
+    # ------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name} has been closed; open another with model.session()")
+
+    def _enter(self, *, failed_is_fine: bool = False) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise SessionBusyError(f"{self.name} is in use by another call; give each thread a session of its own")
+        if self._closed or (self._failure is not None and not failed_is_fine):
+            self._lock.release()
+            self._check_open()
+            raise self._failed()
+        if not self._in_generation:
+            self._scratch.clear_cancel()
+        self._active = True
+
+    def _leave(self) -> None:
+        self._active = False
+        self._lock.release()
+
+    def _generating(self, on: bool) -> None:
+        if on:
+            self._scratch.clear_cancel()
+        self._in_generation = on
+
+    def _cancelled(self) -> bool:
+        return bool(self._scratch.is_cancelled)
+
+    def _failed(self) -> K3Error:
+        first = self._failure
+        layer = getattr(first, "layer", "")
+        return NonFiniteError(f"{self.name} has failed and accepts only restore() and close(): {first}", layer)
+
+    def _forward(self, ids: npt.NDArray[np.int32], embeddings: npt.NDArray[np.float32] | None = None) -> None:
+        """One pass, committed at its end.  Its last op writes self._row, so a pass that did not get there left it alone."""
+        try:
+            bad = self._decoder.forward(self._scratch, [self._timeline], [ids.size], ids, embeddings, self._row)
+        except PassCancelled:
+            position = self._timeline.position
+            raise PassCancelled(f"cancelled; {self.name} stands at position {position} and can go on from there", position) from None
+        if bad is not None:
+            self._failure = NonFiniteError(
+                f"{bad[0]} gave a value that is not finite, in the pass that began at position {self._timeline.position}; "
+                "look for NaN or infinite weights with 'k3session check --deep'",
+                bad[0],
+            )
+            raise self._failure
+        self._has_logits = True
+
+    def _checked_id(self, token: Any) -> int:
+        try:
+            value = operator.index(token)
+        except TypeError:
+            raise InvalidTokenError(f"a token is an integer below {self._vocab}; found {type(token).__name__}") from None
+        if not 0 <= value < self._vocab or token is True or token is False:
+            raise InvalidTokenError(f"token {token!r} is not in the vocabulary; expected an integer from 0 to {self._vocab - 1}")
+        return value
+
+    def _checked_prompt(self, prompt: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32] | None]:
+        if isinstance(prompt, str):
+            raise InvalidTokenError("prefill takes token ids, not text: use model.tokenizer.encode(text)")
+        try:
+            array = np.asarray(prompt)
+        except ValueError as problem:
+            raise InvalidTokenError(f"a prompt is a sequence of token ids: {problem}") from None
+        if array.size == 0:
+            raise InvalidTokenError("the prompt is empty; expected at least one token")
+        if array.ndim == 2 and array.dtype.kind == "f":
+            hidden = self._model.config.hidden_size
+            rows = np.ascontiguousarray(array, np.float32)
+            if rows.shape[1] != hidden:
+                raise InvalidTokenError(f"embeddings have width {rows.shape[1]}; expected hidden_size, {hidden}")
+            if not np.isfinite(rows).all():
+                bad = int(np.argwhere(~np.isfinite(rows))[0][0])
+                raise InvalidTokenError(f"embedding row {bad} has a value that is not finite")
+            return np.full(rows.shape[0], -1, np.int32), rows
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise InvalidTokenError(
+                f"a prompt is token ids [n] or embeddings float32[n, {self._model.config.hidden_size}]; "
+                f"found {array.dtype} of shape {array.shape}"
+            )
+        outside = np.flatnonzero((array < 0) | (array >= self._vocab))
+        if outside.size:
+            at = int(outside[0])
+            raise InvalidTokenError(f"token {int(array[at])} at {at} is not in the vocabulary; expected 0 to {self._vocab - 1}")
+        return np.ascontiguousarray(array, np.int32), None
+
+    def _check_out(self, out: Any) -> None:
+        if not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != (self._vocab,) or not out.flags.writeable:
+            found = f"{out.dtype} of shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
+            raise ConfigError(f"out must be a writable float32 array of shape ({self._vocab},); found {found}")
+
+    def _full(self, n: int) -> CapacityError:
+        return CapacityError(
+            f"{self.name} holds {self._timeline.position} of {self._capacity} tokens and cannot take {n} more; "
+            "save() it and load() it with a larger capacity"
+        )
+
+    def _grow_ids(self, need: int) -> None:
+        grown = np.empty(max(need, 2 * self._ids.size), np.int32)
+        grown[: self._ids.size] = self._ids
+        self._ids = grown
+
+    def _head(self, include_tokens: bool) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
+        tokens = self._ids[: self._timeline.position].copy() if include_tokens else None
+        return tokens, self._row[0].copy() if self._has_logits else None
+
+    def _facts(self, meta: Any, include_tokens: bool) -> dict[str, Any]:
+        """What the header says beside the tensors."""
+        model = self._model
+        return {
+            "k3session": __version__,
+            "build": BUILD,
+            "isa": model.isa,
+            "device": model.device,
+            "fingerprint": model.fingerprint.to_dict(),
+            "num_hidden_layers": model.config.num_hidden_layers,
+            "layers": [0, model.config.num_hidden_layers],
+            "position": int(self._timeline.position),
+            "latent": self._latent,
+            "weights": "stored",
+            "sampling": self.sampling.to_dict() if self.sampling is not None else None,
+            "embeddings": {str(k): v for k, v in self._digests.items()} if include_tokens else {},
+            "meta": check_meta(meta),
+        }
+
+    def _check_facts(self, facts: dict[str, Any], position: int, logits: npt.NDArray[Any] | None) -> None:
+        """Raise unless a snapshot with these facts can become this session; every difference is listed."""
+        here = self._facts(None, False)
+        differences: dict[str, tuple[Any, Any]] = {
+            name: (facts.get(name), here[name])
+            for name in ("num_hidden_layers", "layers", "latent", "weights")
+            if facts.get(name) != here[name]
+        }
+        there, mine = facts.get("fingerprint"), here["fingerprint"]
+        if not isinstance(there, dict) or there.get("digest") != mine["digest"]:
+            there = there if isinstance(there, dict) else {}
+            differences["fingerprint"] = (there.get("digest"), mine["digest"])
+            for part in ("version", "config", "embedding", "layers", "head"):
+                if there.get(part) != mine[part]:
+                    differences[f"fingerprint.{part}"] = (there.get(part), mine[part])
+        if logits is not None and logits.shape != (self._vocab,):
+            differences["vocab_size"] = (logits.shape, (self._vocab,))
+        if differences:
+            said = "; ".join(f"{n}: snapshot {_short(a)}, here {_short(b)}" for n, (a, b) in differences.items())
+            raise SnapshotMismatchError(f"the snapshot belongs to another model or other options: {said}", differences)
+        if position > self._capacity:
+            raise CapacityError(f"the snapshot holds {position} tokens; this session may hold {self._capacity}: give it a larger capacity")
+
+    def _check_size(self, reader: SnapshotReader) -> None:
+        """Compare the shapes in the header with this model's before a byte of a tensor is read."""
+        position, _ = stated_size(reader)
+        expected: dict[str, tuple[int, ...]] = {}
+        for i, layer in enumerate(self._timeline.layers):
+            expected |= {f"layers.{i}.{name}": shape for name, (shape, _) in layer.shapes(position).items()}
+        found = {n: t.shape for n, t in reader.tensors.items() if n.startswith("layers.")}
+        wrong = {n: (found.get(n), expected.get(n)) for n in {**found, **expected} if found.get(n) != expected.get(n)}
+        if wrong:
+            name, (a, b) = next(iter(wrong.items()))
+            raise SnapshotMismatchError(f"{reader.name}: {name} has shape {a}, expected {b}; {len(wrong)} tensors differ", wrong)
+
+    def _take(self, snapshot: Snapshot) -> None:
+        """Become the snapshot, whose facts have been compared."""
+        here = self._facts(None, False)
+        exact = all(snapshot.facts.get(n) == here[n] for n in ("build", "isa", "device"))
+        sampling = snapshot.facts.get("sampling")
+        position = snapshot.position
+        try:
+            chosen = Sampling.from_dict(sampling) if sampling is not None else None
+            digests = {int(k): str(v) for k, v in (snapshot.facts.get("embeddings") or {}).items()}
+        except (ConfigError, TypeError, ValueError, AttributeError) as problem:
+            raise SnapshotError(f"the snapshot's sampling or embeddings cannot be read: {problem}") from None
+        if snapshot.logits is not None and snapshot.logits.shape != (self._vocab,):
+            raise SnapshotMismatchError(f"the snapshot has {snapshot.logits.shape} logits; expected ({self._vocab},)")
+        if position > self._ids.size:
+            self._grow_ids(position)
+        self._timeline.replace(position, [layer.arrays() for layer in snapshot.layers])
+        self._ids[:position] = -1 if snapshot.tokens is None else snapshot.tokens
+        self._has_logits = snapshot.logits is not None
+        if snapshot.logits is not None:
+            self._row[0] = snapshot.logits
+        self._digests = digests
+        self.sampling = chosen
+        self._meta = snapshot.facts.get("meta")
+        self._failure = None
+        self._resume = "exact" if exact else "tolerance"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: MIT
+"""Snapshots: everything that a session is, as arrays in memory or as a file.
+
+A snapshot belongs to one model, by fingerprint, and to nothing else: not to a device, a thread count or a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from k3session.errors import SnapshotCorruptError, SnapshotError
+from k3session.fingerprint import Fingerprint
+from k3session.progress import Progress, ProgressArgument
+from k3session.snapshot_file import FORMAT_VERSION, Part, SnapshotReader, serialize, write_file
+
+__all__ = ["LayerSnapshot", "Snapshot", "diff_files", "inspect_file", "verify_file"]
+
+_ARRAYS = ("conv", "state", "latent")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSnapshot:
+    """One layer: a KDA layer has ``conv`` and ``state``, an MLA layer ``latent``; the others are None.
+
+    ``conv`` is float32[3, K - 1, C]: the last raw projections for q, k and v, oldest first.  ``state`` is
+    float32[head, key, value].  ``latent`` is [position, kv_lora + rope], float32, or uint16 that holds BF16.
+    """
+
+    conv: npt.NDArray[np.float32] | None = None
+    state: npt.NDArray[np.float32] | None = None
+    latent: npt.NDArray[Any] | None = None
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Name -> array of those that this layer has."""
+        return {n: getattr(self, n) for n in _ARRAYS if getattr(self, n) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A session at one position, independent of it from then on.
+
+    Attributes
+    ----------
+    position
+        Tokens that the session has taken in.
+    tokens
+        int32[position], -1 where embeddings were given; None when they were left out.
+    logits
+        float32[vocab], for the next token; None before the first one.
+    layers
+        One `LayerSnapshot` per layer.
+    facts
+        What else the file's header says: fingerprint, build, instruction set, device, dtypes, sampling, ``meta``.
+
+    Examples
+    --------
+    >>> import k3session as k3
+    >>> with k3.Model.open() as model, model.session() as s:
+    ...     _ = s.prefill([1, 2, 3])
+    ...     snap = s.snapshot()
+    ...     k3.Snapshot.from_bytes(snap.to_bytes()).position
+    3
+    """
+
+    position: int
+    tokens: npt.NDArray[np.int32] | None
+    logits: npt.NDArray[np.float32] | None
+    layers: tuple[LayerSnapshot, ...]
+    facts: dict[str, Any] = field(repr=False)
+
+    @property
+    def meta(self) -> Any:
+        """What the caller gave as ``meta=``."""
+        return self.facts.get("meta")
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The model that the snapshot belongs to."""
+        try:
+            return Fingerprint.from_dict(self.facts["fingerprint"])
+        except (KeyError, ValueError) as problem:
+            raise SnapshotCorruptError(f"the snapshot names no model that can be read: {problem}") from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(a.nbytes for layer in self.layers for a in layer.arrays().values())
+
+    def parts(self) -> list[Part]:
+        """The tensors of the file, in order."""
+        parts = [
+            Part(f"layers.{i}.{name}", "BF16" if a.dtype == np.uint16 else "F32", a.shape, lambda a=a: a)
+            for i, layer in enumerate(self.layers)
+            for name, a in layer.arrays().items()
+        ]
+        return [*head_parts(self.tokens, self.logits), *parts]
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of the snapshot file."""
+        return serialize(self.parts(), self.facts)
+
+    def save(self, path: str | os.PathLike[str], *, progress: ProgressArgument = False) -> None:
+        """Write the snapshot file; see `Session.save` for what is promised."""
+        write_file(path, self.parts(), self.facts, Progress(progress))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Snapshot:
+        """Read what `to_bytes` returned, or the bytes of a file; everything is checked against its digest."""
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(f"expected bytes, found {type(data).__name__}; for a file use Snapshot.open(path)")
+        with SnapshotReader(data) as reader:
+            return cls.from_reader(reader)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Snapshot:
+        """Read a snapshot file; no model is needed."""
+        with SnapshotReader(path) as reader:
+            return cls.from_reader(reader)
+
+    @classmethod
+    def from_reader(cls, reader: SnapshotReader) -> Snapshot:
+        """Read all tensors of an open file."""
+        position, count = stated_size(reader)
+        layers: list[dict[str, Any]] = [{} for _ in range(count)]
+        for name in reader.tensors:
+            kind, _, rest = name.partition(".")
+            number, _, part = rest.partition(".")
+            if kind == "layers" and number.isdecimal() and int(number) < count and part in _ARRAYS:
+                layers[int(number)][part] = reader.read(name)
+            elif name not in ("tokens", "logits") and not name.startswith("x."):
+                raise SnapshotCorruptError(f"{reader.name}: the tensor {name!r} belongs to no part of a snapshot")
+        tokens = reader.read("tokens") if "tokens" in reader.tensors else None
+        logits = reader.read("logits") if "logits" in reader.tensors else None
+        if tokens is not None and tokens.shape != (position,):
+            raise SnapshotCorruptError(f"{reader.name}: {tokens.shape} tokens for position {position}")
+        return cls(position, tokens, logits, tuple(LayerSnapshot(**d) for d in layers), reader.facts)
+
+
+def head_parts(tokens: npt.NDArray[Any] | None, logits: npt.NDArray[Any] | None) -> list[Part]:
+    """The parts that belong to no layer."""
+    parts = []
+    if tokens is not None:
+        parts.append(Part("tokens", "I32", tokens.shape, lambda: tokens))
+    if logits is not None:
+        parts.append(Part("logits", "F32", logits.shape, lambda: logits))
+    return parts
+
+
+def stated_size(reader: SnapshotReader) -> tuple[int, int]:
+    """Position and number of layers that the header states."""
+    position, layers = reader.facts.get("position"), reader.facts.get("num_hidden_layers")
+    for what, value in (("position", position), ("num_hidden_layers", layers)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**40:
+            raise SnapshotCorruptError(f"{reader.name}: {what} is {value!r}; expected a count")
+    if layers > len(reader.tensors):  # type: ignore[operator]
+        raise SnapshotCorruptError(f"{reader.name}: {layers} layers are stated, with {len(reader.tensors)} tensors")
+    return position, layers  # type: ignore[return-value]
+
+
+def check_meta(meta: Any) -> Any:
+    """What the caller wants kept, as JSON would give it back."""
+    try:
+        return json.loads(json.dumps(meta, allow_nan=False))
+    except (TypeError, ValueError) as problem:
+        raise SnapshotError(f"meta must be what JSON can hold: {problem}") from None
+
+
+def inspect_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the header of a snapshot file says; reads no weights and no state, only the tokens."""
+    with SnapshotReader(path) as reader:
+        facts = dict(reader.facts)
+        tensors = {n: {"dtype": i.dtype, "shape": list(i.shape), "xxh3_128": reader.digests[n]} for n, i in reader.tensors.items()}
+        tokens = reader.read("tokens").tolist() if "tokens" in reader.tensors else None
+        return {"path": os.fspath(path), "bytes": reader.size, "format_version": FORMAT_VERSION, **facts,
+                "tokens": tokens, "tensors": tensors}  # fmt: skip
+
+
+def verify_file(path: str | os.PathLike[str], *, progress: ProgressArgument = False) -> dict[str, Any]:
+    """Compare every tensor with its digest; SnapshotCorruptError names those that differ."""
+    report = Progress(progress)
+    try:
+        with SnapshotReader(path) as reader:
+            bad = list(reader.altered(report))
+            if bad:
+                raise SnapshotCorruptError(f"{reader.name}: altered: {', '.join(bad)}")
+            return {"path": os.fspath(path), "bytes": reader.size, "tensors": len(reader.tensors), "ok": True}
+    finally:
+        report.close()
+
+
+def diff_files(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> dict[str, tuple[Any, Any]]:
+    """Fields and tensors in which two snapshot files differ: name -> (in a, in b); tensors by digest."""
+    with SnapshotReader(a) as left, SnapshotReader(b) as right:
+        sides: list[Mapping[str, Any]] = [
+            {**_flat(r.facts), **{f"tensor {n}": (r.digests[n], list(i.shape)) for n, i in r.tensors.items()}} for r in (left, right)
+        ]
+    names = dict.fromkeys([*sides[0], *sides[1]])
+    return {n: (sides[0].get(n), sides[1].get(n)) for n in names if sides[0].get(n) != sides[1].get(n)}
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in facts.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat

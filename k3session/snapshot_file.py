@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: MIT
+"""The bytes of a snapshot: one safetensors file, written so that a crash leaves the old one or the new one.
+
+docs/snapshot_format.md describes the format byte by byte.  Nothing here knows a model or a session: names, arrays
+and a dict of facts go in, and come out checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from k3session.errors import SnapshotCorruptError, SnapshotError, SnapshotMismatchError
+from k3session.progress import Progress
+from k3session.safetensors_io import Header, plan, read_header
+
+__all__ = ["FORMAT", "FORMAT_VERSION", "Part", "SnapshotReader", "serialize", "write_file"]
+
+FORMAT = "k3session-snapshot"
+FORMAT_VERSION = 1
+_BLOCK = 8 << 20
+_ZEROS = "0" * 32
+_NUMPY = {"F32": np.dtype("<f4"), "BF16": np.dtype("<u2"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor to be written: its name, its dtype in the file, its shape, and how to get it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    get: Callable[[], npt.NDArray[Any]]
+
+
+def _bytes(part: Part) -> memoryview:
+    array = np.ascontiguousarray(part.get(), dtype=_NUMPY[part.dtype])
+    if array.shape != part.shape:
+        raise SnapshotError(f"{part.name}: expected shape {part.shape} while writing, found {array.shape}")
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _header(parts: list[Part], facts: Mapping[str, Any]) -> tuple[bytes, int]:
+    """The header with its digests, and the size of the whole file."""
+    digests = {}
+    for part in parts:
+        digests[part.name] = xxhash.xxh3_128_hexdigest(_bytes(part))
+    metadata = {
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION),
+        "facts": json.dumps(facts, sort_keys=True),
+        "digests": json.dumps(digests, sort_keys=True),
+        "header_digest": _ZEROS,
+    }
+    planned = plan(((p.name, p.dtype, p.shape) for p in parts), metadata)
+    return _sealed(planned.header), planned.total
+
+
+def _sealed(header: bytes) -> bytes:
+    """Puts in the digest over the header itself, taken with zeros in its own place."""
+    mark = b'"header_digest":"'
+    at = header.rindex(mark) + len(mark)
+    digest = xxhash.xxh3_128_hexdigest(header).encode()
+    return header[:at] + digest + header[at + 32 :]
+
+
+def serialize(parts: list[Part], facts: Mapping[str, Any]) -> bytes:
+    """Return the whole file as bytes."""
+    header, total = _header(parts, facts)
+    out = io.BytesIO()
+    out.write(header)
+    for part in parts:
+        out.write(_bytes(part))
+    if out.tell() != total:
+        raise SnapshotError(f"the snapshot came to {out.tell()} bytes; {total} were planned")
+    return out.getvalue()
+
+
+def write_file(path: str | os.PathLike[str], parts: list[Part], facts: Mapping[str, Any], progress: Progress) -> int:
+    """Write the file `path`, and return its size.
+
+    The bytes go to a temporary file in the same folder (mode 0600), which is flushed to the disk and then renamed
+    over `path`; then the folder is flushed.  Until the rename the old file is untouched.
+    """
+    target = Path(os.path.realpath(os.fspath(path)))
+    try:
+        header, total = _header(parts, facts)
+        _remove_stale(target)
+        # Open and locked for as long as it is being written: a file like it without a lock is left over from a crash.
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.k3tmp")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            done = _write(fd, memoryview(header), 0, total, progress)
+            for part in parts:
+                done = _write(fd, _bytes(part), done, total, progress)
+            if done != total:
+                raise SnapshotError(f"the snapshot came to {done} bytes; {total} were planned")
+            os.fsync(fd)
+            os.rename(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
+        _sync_folder(target.parent)
+    except OSError as problem:
+        if isinstance(problem, SnapshotError):
+            raise
+        raise SnapshotError(
+            f"{target}: the snapshot could not be written: {_reason(problem)}; a file of that name is as it was"
+        ) from problem
+    return total
+
+
+def _reason(problem: OSError) -> str:
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space is left ({problem.strerror})"
+    if problem.errno == errno.ENOENT:
+        return "the folder does not exist"
+    return problem.strerror or str(problem)
+
+
+def _write(fd: int, data: memoryview, done: int, total: int, progress: Progress) -> int:
+    for start in range(0, len(data), _BLOCK):
+        block = data[start : start + _BLOCK]
+        while block:
+            n = os.write(fd, block)
+            block = block[n:]
+            done += n
+        progress("save", done, total)
+    return done
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_stale(target: Path) -> None:
+    """Removes what a killed process left of earlier saves to the same file."""
+    prefix, suffix = f".{target.name}.", ".k3tmp"
+    try:
+        names = [n for n in os.listdir(target.parent) if n.startswith(prefix) and n.endswith(suffix)]
+    except OSError:
+        return
+    for name in names:
+        if len(name) != len(prefix) + 8 + len(suffix):
+            continue
+        with contextlib.suppress(OSError):
+            fd = os.open(target.parent / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(target.parent / name)
+            finally:
+                os.close(fd)
+
+
+class SnapshotReader:
+    """A snapshot opened for reading: its header is checked, its tensors not yet.
+
+    Parameters
+    ----------
+    source
+        A path, or the bytes of a file.
+
+    Raises
+    ------
+    SnapshotCorruptError
+        Not a snapshot, truncated, or altered.
+    SnapshotMismatchError
+        A whole snapshot of a newer format.
+    """
+
+    def __init__(self, source: str | os.PathLike[str] | bytes | bytearray | memoryview) -> None:
+        self._data: memoryview | None = None
+        self._file: BinaryIO | None = None
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            self.name = "snapshot"
+            self._data = memoryview(source).cast("B")
+            self._open_bytes()
+        else:
+            self.name = Path(source).name
+            try:
+                self._file = open(source, "rb")  # noqa: SIM115 - closed by close()
+            except OSError as problem:
+                raise SnapshotError(f"{os.fspath(source)}: cannot be opened: {problem.strerror}") from problem
+            try:
+                self._check(read_header(source, SnapshotCorruptError))
+            except BaseException:
+                self.close()
+                raise
+
+    def _open_bytes(self) -> None:
+        # read_header takes a file, and only needs the header and the size: a sparse file has both.
+        data = self._data if self._data is not None else memoryview(b"")
+        with tempfile.NamedTemporaryFile(suffix=".k3s") as file:
+            length = int.from_bytes(data[:8], "little")
+            file.write(data[: min(8 + length, len(data))])
+            file.truncate(len(data))
+            file.flush()
+            self._check(read_header(file.name, SnapshotCorruptError), Path(file.name).name)
+
+    def _check(self, header: Header, alias: str | None = None) -> None:
+        self.tensors = header.tensors
+        self.size = header.file_size
+        self._start = header.data_start
+        metadata = header.metadata
+        if metadata.get("format") != FORMAT:
+            raise SnapshotCorruptError(
+                f"{self.name}: not a k3session snapshot: its metadata give the format "
+                f"{metadata.get('format')!r}, expected {FORMAT!r}"
+            )
+        version = metadata.get("format_version", "")
+        if version.isdecimal() and int(version) > FORMAT_VERSION:
+            raise SnapshotMismatchError(
+                f"{self.name}: written in snapshot format {version}; this k3session reads up to "
+                f"{FORMAT_VERSION}: update k3session to read it",
+                {"format_version": (int(version), FORMAT_VERSION)},
+            )
+        if version != str(FORMAT_VERSION):
+            raise SnapshotCorruptError(f"{self.name}: the format version is {version!r}; expected {FORMAT_VERSION}")
+        raw = self._raw(0, self._start)
+        stated = metadata.get("header_digest", "").encode()
+        mark = b'"header_digest":"' + stated
+        at = raw.rfind(mark) if len(stated) == 32 else -1
+        if at < 0:
+            raise SnapshotCorruptError(f"{self.name}: the digest of the header is missing")
+        at += len(mark) - 32
+        if xxhash.xxh3_128_hexdigest(raw[:at] + _ZEROS.encode() + raw[at + 32 :]).encode() != stated:
+            raise SnapshotCorruptError(f"{self.name}: the header does not match its digest; the file has been altered")
+        try:
+            self.facts: dict[str, Any] = json.loads(metadata["facts"])
+            self.digests: dict[str, str] = json.loads(metadata["digests"])
+        except (KeyError, ValueError, RecursionError) as problem:
+            raise SnapshotCorruptError(f"{self.name}: the facts in the header cannot be read: {problem}") from None
+        if set(self.digests) != set(self.tensors):
+            raise SnapshotCorruptError(f"{self.name}: the digests in the header do not cover its tensors")
+        strange = sorted(i.dtype for i in self.tensors.values() if i.dtype not in _NUMPY)
+        if strange:
+            raise SnapshotCorruptError(f"{self.name}: a snapshot has no tensors of dtype {strange[0]}")
+
+    def _raw(self, begin: int, end: int) -> bytes:
+        if self._data is not None:
+            return bytes(self._data[begin:end])
+        if self._file is None:
+            raise SnapshotError(f"{self.name}: has been closed")
+        self._file.seek(begin)
+        return self._file.read(end - begin)
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """Return a tensor, copied out and compared with its digest."""
+        info = self.tensors[name]
+        out = np.empty(info.nbytes, np.uint8)
+        view = memoryview(out)
+        if self._data is not None:
+            view[:] = self._data[self._start + info.begin : self._start + info.end]
+        elif self._file is not None:
+            self._file.seek(self._start + info.begin)
+            got = self._file.readinto(view)  # type: ignore[attr-defined]
+            if got != info.nbytes:
+                raise SnapshotCorruptError(f"{self.name}: the file became shorter while {name} was read")
+        if xxhash.xxh3_128_hexdigest(out) != self.digests[name]:
+            raise SnapshotCorruptError(f"{self.name}: {name} does not match its digest; the file has been altered")
+        return out.view(_NUMPY[info.dtype]).reshape(info.shape)
+
+    def altered(self, progress: Progress) -> Iterator[str]:
+        """Yield the name of each tensor that does not match its digest, reading in blocks."""
+        done = 0
+        for name, info in self.tensors.items():
+            state = xxhash.xxh3_128()
+            for at in range(info.begin, info.end, _BLOCK):
+                block = self._raw(self._start + at, self._start + min(at + _BLOCK, info.end))
+                state.update(block)
+                done += len(block)
+                progress("verify", done, self.size - self._start)
+            if state.hexdigest() != self.digests[name]:
+                yield name
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> SnapshotReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
