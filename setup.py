@@ -21,22 +21,26 @@ HOST = ROOT / "cuda" / "host"
 MODULES = ("ops", "weights", "state", "decoder", "kernels")
 
 # -ffp-contract=off: a fused multiply-add only where the source writes one (docs/numerics.md).
+# -g0: Python's own flags ask for debug information, which would make the modules four times as large.
 FLAGS = [
     "-std=c++17",
     "-O3",
+    "-g0",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-strict-aliasing",
     "-fvisibility=hidden",
     "-Wall",
 ]
+# Last on every compiler and linker line, so that `make sanitize` can instrument all of it.
+LAST = os.environ.get("K3_BUILD_FLAGS", "").split()
 # g++ 12 warns of its own AVX-512 header under these two names.
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 ISAS: dict[str, list[str]] = {"base": []}
 if platform.machine() in ("x86_64", "AMD64"):
     ISAS["avx2"] = ["-mavx2", "-mfma", "-DK3_ISA_AVX2"]
     ISAS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DK3_ISA_AVX512"]
-COMMON_SOURCES = ("pool.cpp", "dispatch.cpp")
+COMMON_SOURCES = ("pool.cpp", "dispatch.cpp", "probe.cpp")
 
 
 def require_supported_platform() -> None:
@@ -94,10 +98,10 @@ class BuildExt(build_ext):
         for source in sorted(HOST.glob("*.cpp")):
             name = str(source.relative_to(ROOT))
             if source.name in COMMON_SOURCES:
-                jobs.append((name, "common", [*FLAGS, *QUIET]))
+                jobs.append((name, "common", [*FLAGS, *QUIET, *LAST]))
             else:
                 for isa, flags in ISAS.items():
-                    jobs.append((name, isa, [*FLAGS, *QUIET, *flags, f"-DK3_NS=k3_{isa}"]))
+                    jobs.append((name, isa, [*FLAGS, *QUIET, *flags, f"-DK3_NS=k3_{isa}", *LAST]))
         newest_header = max(os.path.getmtime(ROOT / h) for h in [*headers(), "setup.py"])
 
         def compile_one(job: tuple[str, str, list[str]]) -> str:
@@ -125,7 +129,8 @@ def extensions() -> list[Extension]:
             [f"pyx/{name}.pyx"],
             include_dirs=[str(ROOT / "cuda"), generated],
             language="c++",
-            extra_compile_args=[*FLAGS, *QUIET, "-Wno-unused-function"],
+            extra_compile_args=[*FLAGS, "-O2", *QUIET, "-Wno-unused-function", *LAST],
+            extra_link_args=LAST,
             depends=[*headers(), *(["build/generated/k3_build.h"] if name == "ops" else [])],
         )
         for name in MODULES

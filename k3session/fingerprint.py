@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -117,9 +117,8 @@ class Fingerprint:
 
 def config_digest(config: K3Config) -> str:
     """Digest of the values that the logits depend on."""
-    top = config.to_dict()
-    text = {k: v for k, v in top["text_config"].items() if k not in (*_NOT_NUMERIC, "quantization_config")}
-    return xxhash.xxh3_128_hexdigest(json.dumps(text, sort_keys=True).encode())
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _NOT_NUMERIC}
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def digest_checkpoint(

@@ -90,18 +90,22 @@ class Session:
         self._model = model
         self._capacity = capacity
         self._latent = latent
-        self._decoder = model._open_decoder()
-        self._timeline: Any = Timeline(model._weights, _LATENTS[latent])
-        self._scratch: Any = Scratch(model._weights, CHUNK_ROWS, model.threads, model.isa)
+        self._decoder: Any = model._open_decoder()
+        weights = self._decoder.weights
+        self._timeline: Any = Timeline(weights, _LATENTS[latent])
+        self._scratch: Any = Scratch(weights, CHUNK_ROWS, model.threads, model.isa)
         vocab = model.config.vocab_size
         self._vocab = vocab
+        # A pass commits inside one call, and Ctrl-C may come right after it.  So what belongs to a position is
+        # written before its pass, and counts from the moment that the timeline stands there: ids and digests past
+        # the position are none yet, and of two rows of logits the one made for the position is the session's.
         self._ids = np.empty(64, np.int32)
         self._one = np.empty(1, np.int32)
-        self._row = np.empty((1, vocab), np.float32)
-        self._has_logits = False
+        self._rows = (np.empty((1, vocab), np.float32), np.empty((1, vocab), np.float32))
+        self._rows_at = [-1, -1]
         self._digests: dict[int, str] = {}
         self._active = False
-        self._in_generation = False
+        self._generations = 0
         self._failure: K3Error | None = None
         self._resume: str | None = None
         self._meta: Any = None
@@ -144,10 +148,10 @@ class Session:
     def logits(self) -> npt.NDArray[np.float32] | None:
         """The logits for the next token, float32[vocab], read-only; None before the first token."""
         self._check_open()
-        if not self._has_logits:
-            return None
-        row = self._row[0].copy()
-        row.flags.writeable = False
+        row = self._logits()
+        if row is not None:
+            row = row.copy()
+            row.flags.writeable = False
         return row
 
     @property
@@ -200,24 +204,26 @@ class Session:
         ------
         InvalidTokenError, CapacityError, PassCancelled, NonFiniteError, SessionBusyError, ClosedError
         """
-        self._enter()
-        try:
-            self._one[0] = self._checked_id(token)
-            if out is not None:
-                self._check_out(out)
-            position = self._timeline.position
-            if position >= self._capacity:
-                raise self._full(1)
-            self._forward(self._one)
-            if position == self._ids.size:
-                self._grow_ids(position + 1)
-            self._ids[position] = self._one[0]
-            if out is None:
-                return self._row[0].copy()
-            out[:] = self._row[0]
-            return out
-        finally:
-            self._leave()
+        self._check_idle()
+        with self._lock:
+            try:
+                self._begin(cancellable=True)
+                self._one[0] = self._checked_id(token)
+                if out is not None:
+                    self._check_out(out)
+                position = self._timeline.position
+                if position >= self._capacity:
+                    raise self._full(1)
+                if position == self._ids.size:
+                    self._grow_ids(position + 1)
+                self._ids[position] = self._one[0]
+                row = self._forward(self._one)
+                if out is None:
+                    return row.copy()
+                out[:] = row
+                return out
+            finally:
+                self._active = False
 
     def prefill(
         self,
@@ -249,29 +255,31 @@ class Session:
         InvalidTokenError, CapacityError, NonFiniteError, SessionBusyError, ClosedError
         """
         report = Progress(progress)
-        self._enter()
-        try:
-            ids, embeddings = self._checked_prompt(prompt)
-            if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= CHUNK_ROWS:
-                raise ConfigError(f"chunk is {chunk!r}; expected a number of rows from 1 to {CHUNK_ROWS}")
-            n, start = ids.size, self._timeline.position
-            if start + n > self._capacity:
-                raise self._full(n)
-            if start + n > self._ids.size:
-                self._grow_ids(start + n)
-            for i in range(0, n, chunk):
-                part = ids[i : i + chunk]
-                rows = None if embeddings is None else embeddings[i : i + chunk]
-                self._forward(part, rows)
-                self._ids[start + i : start + i + part.size] = part
-                if rows is not None:
-                    for j, row in enumerate(rows):
-                        self._digests[start + i + j] = xxhash.xxh3_128_hexdigest(row)
-                report("prefill", i + part.size, n)
-            return self._row[0].copy()
-        finally:
-            self._leave()
-            report.close()
+        self._check_idle()
+        with self._lock:
+            try:
+                self._begin(cancellable=True)
+                ids, embeddings = self._checked_prompt(prompt)
+                if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= CHUNK_ROWS:
+                    raise ConfigError(f"chunk is {chunk!r}; expected a number of rows from 1 to {CHUNK_ROWS}")
+                n, start = ids.size, self._timeline.position
+                if start + n > self._capacity:
+                    raise self._full(n)
+                if start + n > self._ids.size:
+                    self._grow_ids(start + n)
+                self._ids[start : start + n] = ids
+                for i in range(0, n, chunk):
+                    part = ids[i : i + chunk]
+                    rows = None if embeddings is None else embeddings[i : i + chunk]
+                    if rows is not None:
+                        for j, row in enumerate(rows, start + i):
+                            self._digests[j] = xxhash.xxh3_128_hexdigest(row)
+                    last = self._forward(part, rows)
+                    report("prefill", i + part.size, n)
+                return last.copy()
+            finally:
+                self._active = False
+                report.close()
 
     def generate(
         self,
@@ -314,13 +322,14 @@ class Session:
         return generate(self, max_tokens, sampling, stop, tokenizer)
 
     def cancel(self) -> bool:
-        """Stop the call that is running in another thread, at the next layer.
+        """Stop the step, prefill or generation that is running in another thread, at the next layer.
 
         Returns whether there was one; it then ends with `PassCancelled`, and the session stands at the end of the
         last finished pass.
         """
-        if self._active or self._in_generation:
-            self._scratch.cancel()
+        scratch = self._scratch
+        if scratch is not None and (self._active or self._generations):
+            scratch.cancel()
             return True
         return False
 
@@ -338,13 +347,12 @@ class Session:
         include_tokens
             Whether the ids are kept; without them the conversation cannot be read from the snapshot.
         """
-        self._enter()
-        try:
+        self._check_idle()
+        with self._lock:
+            self._begin()
             layers = tuple(LayerSnapshot(**layer.export()) for layer in self._timeline.layers)
             tokens, logits = self._head(include_tokens)
             return Snapshot(self._timeline.position, tokens, logits, layers, self._facts(meta, include_tokens))
-        finally:
-            self._leave()
 
     def restore(self, snapshot: Snapshot) -> None:
         """Become what the snapshot says.  A snapshot that is refused changes nothing.
@@ -358,12 +366,11 @@ class Session:
         """
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"expected a k3session.Snapshot, found {type(snapshot).__name__}; for a file use Session.load")
-        self._enter(failed_is_fine=True)
-        try:
+        self._check_idle()
+        with self._lock:
+            self._begin(failed_is_fine=True)
             self._check_facts(snapshot.facts, snapshot.position, snapshot.logits)
             self._take(snapshot)
-        finally:
-            self._leave()
 
     def save(
         self,
@@ -384,18 +391,19 @@ class Session:
             No space, no folder, no permission: the message says which.
         """
         report = Progress(progress)
-        self._enter()
-        try:
-            parts = head_parts(*self._head(include_tokens))
-            for i, layer in enumerate(self._timeline.layers):
-                for name, (shape, dtype) in layer.shapes(self._timeline.position).items():
-                    # One array is copied out at a time: a save needs little memory beside the session's own.
-                    kind = "BF16" if dtype == np.uint16 else "F32"
-                    parts.append(Part(f"layers.{i}.{name}", kind, shape, functools.partial(layer.array, name)))
-            return write_file(path, parts, self._facts(meta, include_tokens), report)
-        finally:
-            self._leave()
-            report.close()
+        self._check_idle()
+        with self._lock:
+            try:
+                self._begin()
+                parts = head_parts(*self._head(include_tokens))
+                for i, layer in enumerate(self._timeline.layers):
+                    for name, (shape, dtype) in layer.shapes(self._timeline.position).items():
+                        # One array is copied out at a time: a save needs little memory beside the session's own.
+                        kind = "BF16" if dtype == np.uint16 else "F32"
+                        parts.append(Part(f"layers.{i}.{name}", kind, shape, functools.partial(layer.array, name)))
+                return write_file(path, parts, self._facts(meta, include_tokens), report)
+            finally:
+                report.close()
 
     @classmethod
     def load(cls, model: Model, path: str | os.PathLike[str], *, capacity: int | None = None) -> Session:
@@ -411,7 +419,8 @@ class Session:
         with SnapshotReader(path) as reader:
             position, _ = stated_size(reader)
             latent = reader.facts.get("latent")
-            session = cls(model, capacity=capacity, latent=latent if latent in _LATENTS else "fp32")
+            known = isinstance(latent, str) and latent in _LATENTS
+            session = cls(model, capacity=capacity, latent=str(latent) if known else "fp32")
             try:
                 session._check_facts(reader.facts, position, None)
                 session._check_size(reader)
@@ -429,14 +438,11 @@ class Session:
         """Free the session's memory; further use raises `ClosedError`.  Closing twice is fine."""
         if self._closed:
             return
-        if not self._lock.acquire(blocking=False):
-            raise SessionBusyError(f"{self.name} is in use; cancel() it, or close it when its call has returned")
-        try:
-            self._closed = True
-            self._timeline = self._scratch = None
+        self._check_idle()
+        with self._lock:
             self._model._forget(self)
-        finally:
-            self._lock.release()
+            self._closed = True
+            self._timeline = self._scratch = self._decoder = None
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -467,25 +473,25 @@ class Session:
         if self._closed:
             raise ClosedError(f"{self.name} has been closed; open another with model.session()")
 
-    def _enter(self, *, failed_is_fine: bool = False) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise SessionBusyError(f"{self.name} is in use by another call; give each thread a session of its own")
-        if self._closed or (self._failure is not None and not failed_is_fine):
-            self._lock.release()
-            self._check_open()
-            raise self._failed()
-        if not self._in_generation:
-            self._scratch.clear_cancel()
-        self._active = True
+    def _check_idle(self) -> None:
+        """Refuses a second user.  The lock is then taken by ``with``: the one way to take it that Ctrl-C cannot fall into."""
+        if self._lock.locked():
+            raise SessionBusyError(
+                f"{self.name} is in use by another call: give each thread a session of its own, or cancel() that call"
+            )
 
-    def _leave(self) -> None:
-        self._active = False
-        self._lock.release()
+    def _begin(self, *, failed_is_fine: bool = False, cancellable: bool = False) -> None:
+        self._check_open()
+        if self._failure is not None and not failed_is_fine:
+            raise self._failed()
+        if not self._generations:
+            self._scratch.clear_cancel()
+        self._active = cancellable
 
     def _generating(self, on: bool) -> None:
         if on:
             self._scratch.clear_cancel()
-        self._in_generation = on
+        self._generations += 1 if on else -1
 
     def _cancelled(self) -> bool:
         return bool(self._scratch.is_cancelled)
@@ -495,12 +501,21 @@ class Session:
         layer = getattr(first, "layer", "")
         return NonFiniteError(f"{self.name} has failed and accepts only restore() and close(): {first}", layer)
 
-    def _forward(self, ids: npt.NDArray[np.int32], embeddings: npt.NDArray[np.float32] | None = None) -> None:
-        """One pass, committed at its end.  Its last op writes self._row, so a pass that did not get there left it alone."""
+    def _logits(self) -> npt.NDArray[np.float32] | None:
+        """The row of logits that belongs to the position."""
+        position = self._timeline.position
+        return self._rows[self._rows_at.index(position)][0] if position in self._rows_at else None
+
+    def _forward(self, ids: npt.NDArray[np.int32], embeddings: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+        """One pass, committed at its end; returns its row of logits, the session's own."""
+        position = self._timeline.position
+        spare = 1 if self._rows_at[0] == position else 0
+        self._rows_at[spare] = position + ids.size
+        row = self._rows[spare]
         try:
-            bad = self._decoder.forward(self._scratch, [self._timeline], [ids.size], ids, embeddings, self._row)
+            bad = self._decoder.forward(self._scratch, [self._timeline], [ids.size], ids, embeddings, row)
         except PassCancelled:
-            position = self._timeline.position
+            self._scratch.clear_cancel()
             raise PassCancelled(f"cancelled; {self.name} stands at position {position} and can go on from there", position) from None
         if bad is not None:
             self._failure = NonFiniteError(
@@ -509,7 +524,7 @@ class Session:
                 bad[0],
             )
             raise self._failure
-        self._has_logits = True
+        return row[0]
 
     def _checked_id(self, token: Any) -> int:
         try:
@@ -567,11 +582,14 @@ class Session:
 
     def _head(self, include_tokens: bool) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
         tokens = self._ids[: self._timeline.position].copy() if include_tokens else None
-        return tokens, self._row[0].copy() if self._has_logits else None
+        row = self._logits()
+        return tokens, None if row is None else row.copy()
 
     def _facts(self, meta: Any, include_tokens: bool) -> dict[str, Any]:
         """What the header says beside the tensors."""
         model = self._model
+        position = int(self._timeline.position)
+        digests = {str(k): v for k, v in self._digests.items() if k < position and self._ids[k] == -1}
         return {
             "k3session": __version__,
             "build": BUILD,
@@ -580,11 +598,11 @@ class Session:
             "fingerprint": model.fingerprint.to_dict(),
             "num_hidden_layers": model.config.num_hidden_layers,
             "layers": [0, model.config.num_hidden_layers],
-            "position": int(self._timeline.position),
+            "position": position,
             "latent": self._latent,
             "weights": "stored",
             "sampling": self.sampling.to_dict() if self.sampling is not None else None,
-            "embeddings": {str(k): v for k, v in self._digests.items()} if include_tokens else {},
+            "embeddings": digests if include_tokens else {},
             "meta": check_meta(meta),
         }
 
@@ -628,26 +646,49 @@ class Session:
         here = self._facts(None, False)
         exact = all(snapshot.facts.get(n) == here[n] for n in ("build", "isa", "device"))
         sampling = snapshot.facts.get("sampling")
-        position = snapshot.position
+        position, tokens, logits = snapshot.position, snapshot.tokens, snapshot.logits
         try:
             chosen = Sampling.from_dict(sampling) if sampling is not None else None
             digests = {int(k): str(v) for k, v in (snapshot.facts.get("embeddings") or {}).items()}
         except (ConfigError, TypeError, ValueError, AttributeError) as problem:
             raise SnapshotError(f"the snapshot's sampling or embeddings cannot be read: {problem}") from None
-        if snapshot.logits is not None and snapshot.logits.shape != (self._vocab,):
-            raise SnapshotMismatchError(f"the snapshot has {snapshot.logits.shape} logits; expected ({self._vocab},)")
-        if position > self._ids.size:
-            self._grow_ids(position)
-        self._timeline.replace(position, [layer.arrays() for layer in snapshot.layers])
-        self._ids[:position] = -1 if snapshot.tokens is None else snapshot.tokens
-        self._has_logits = snapshot.logits is not None
-        if snapshot.logits is not None:
-            self._row[0] = snapshot.logits
-        self._digests = digests
-        self.sampling = chosen
-        self._meta = snapshot.facts.get("meta")
-        self._failure = None
-        self._resume = "exact" if exact else "tolerance"
+        self._check_arrays(snapshot)
+        ids = np.full(max(64, position), -1, np.int32)
+        if tokens is not None:
+            ids[:position] = tokens
+        spare = 1 if self._rows_at[0] == self._timeline.position else 0
+        rows_at = [-1, -1]
+        if logits is not None:
+            self._rows[spare][0] = logits
+            rows_at[spare] = position
+        replace = functools.partial(self._timeline.replace, position, [layer.arrays() for layer in snapshot.layers])
+        become = functools.partial(
+            self.__dict__.update,
+            _ids=ids,
+            _rows_at=rows_at,
+            _digests=digests,
+            sampling=chosen,
+            _meta=snapshot.facts.get("meta"),
+            _failure=None,
+            _resume="exact" if exact else "tolerance",
+        )
+        # Ctrl-C acts after a call: as one call, the two are done together, or neither is where the first one fails.
+        list(map(operator.call, (replace, become)))
+
+    def _check_arrays(self, snapshot: Snapshot) -> None:
+        """Raise unless what belongs to no layer is what this session can hold; layers are looked at by their owner."""
+        position, tokens, logits = snapshot.position, snapshot.tokens, snapshot.logits
+        wrong: dict[str, tuple[Any, Any]] = {}
+        if len(snapshot.layers) != self._model.config.num_hidden_layers:
+            wrong["num_hidden_layers"] = (len(snapshot.layers), self._model.config.num_hidden_layers)
+        for name, array, dtype, shape in (("tokens", tokens, np.int32, (position,)), ("logits", logits, np.float32, (self._vocab,))):
+            if array is not None and (array.dtype != dtype or array.shape != shape):
+                wrong[name] = (f"{array.dtype} {array.shape}", f"{np.dtype(dtype)} {shape}")
+        if "tokens" not in wrong and tokens is not None and position and not -1 <= tokens.min() <= tokens.max() < self._vocab:
+            wrong["tokens"] = ([int(tokens.min()), int(tokens.max())], [-1, self._vocab - 1])
+        if wrong:
+            said = "; ".join(f"{n}: snapshot {a}, expected {b}" for n, (a, b) in wrong.items())
+            raise SnapshotMismatchError(f"the snapshot does not fit the model: {said}", wrong)
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The C contract of cuda/ops.h and cuda/host/host.h: declarations only."""
 
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 
 cdef extern from "ops.h" nogil:
@@ -143,6 +143,7 @@ cdef extern from "host/host.h" nogil:
     void k3_cpu_sizes(const k3_dims*, int64_t, int64_t*, int64_t*, int64_t*) noexcept
     int k3_cpu_ops(int, k3_ops*) noexcept
     int k3_cpu_best_isa() noexcept
+    uint64_t k3_probe_read(int, const void*, int64_t) noexcept
     unsigned int k3_float_mode_enter() noexcept
     void k3_float_mode_leave(unsigned int) noexcept
 

@@ -69,7 +69,7 @@ cdef class Matrix:
         if packed:
             groups = data.shape[1] // 16
             if data.shape[1] % 16:
-                raise ConfigError(f"matrix: packed rows are groups of 16 bytes; found {_describe(data)}")
+                raise ConfigError(f"matrix: expected packed rows of whole groups of 16 bytes; found {_describe(data)}")
             _array("scale", scale, (data.shape[0], groups), np.uint8)
             self.m.scale = <const uint8_t*><uintptr_t>scale.__array_interface__["data"][0]
         self.m.dtype = K3_MXFP4 if packed else K3_BF16 if data.dtype == np.uint16 else K3_F32

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """CpuOps: the op table of one instruction set, with the buffers of one pass in flight."""
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport free
 from posix.stdlib cimport posix_memalign
 
@@ -16,6 +16,7 @@ from k3session._core.c_ops cimport (
     k3_pool_hold,
     k3_pool_release,
     k3_pool_workers,
+    k3_probe_read,
 )
 from k3session._core.weights cimport Weights
 
@@ -55,6 +56,14 @@ cdef int op_table(str isa, k3_ops* table) except -1:
 cdef void buffer_sizes(const k3_dims* dims, int64_t rows, int64_t* x, int64_t* work, int64_t* items) noexcept nogil:
     """Sizes of the work buffers for passes of up to ``rows`` rows."""
     k3_cpu_sizes(dims, rows, x, work, items)
+
+
+def read_memory(address: int, int64_t nbytes, int threads) -> int:
+    """Reads that range and returns the bytes read: for measurements of bandwidth."""
+    cdef const void* start = <const void*><uintptr_t>address
+    with nogil:
+        k3_probe_read(threads, start, nbytes)
+    return nbytes
 
 
 def best_isa() -> str:

@@ -62,6 +62,37 @@ cdef class Weights:
         free(self.experts)
         free(self.layers)
 
+    def spans(self) -> list:
+        """(address, bytes) of every matrix that a decode step reads whole: all but the embedding and the experts."""
+        cdef int i
+        cdef k3_layer* L
+        found = []
+        for i in range(self.dims.num_hidden_layers):
+            L = &self.layers[i]
+            if L.is_kda:
+                found += [_span(L.kda.q_proj), _span(L.kda.k_proj), _span(L.kda.v_proj), _span(L.kda.f_a_proj),
+                          _span(L.kda.f_b_proj), _span(L.kda.b_proj), _span(L.kda.g_proj), _span(L.kda.o_proj)]
+            else:
+                found += [_span(L.mla.q_a_proj), _span(L.mla.q_b_proj), _span(L.mla.kv_a_proj_with_mqa),
+                          _span(L.mla.kv_b_proj), _span(L.mla.g_proj), _span(L.mla.o_proj)]
+            if L.is_moe:
+                found += [_span(L.moe.gate), _span(L.moe.routed_expert_down_proj), _span(L.moe.routed_expert_up_proj)]
+            found += [_span(L.mlp.gate_proj), _span(L.mlp.up_proj), _span(L.mlp.down_proj)]
+        found.append(_span(self.lm_head))
+        return [span for span in found if span[1] > 0]
+
+    def step_bytes(self) -> dict:
+        """Bytes that a decode step reads: the trunk, the chosen experts, and the state that it reads and writes."""
+        d = self.dims
+        trunk = sum(n for _, n in self.spans())
+        one = 0
+        moe = sum(1 for i in range(d.num_hidden_layers) if self.layers[i].is_moe)
+        if moe:
+            per = d.moe_intermediate_size * d.routed_expert_hidden_size
+            one = 3 * (per // 2 + per // 32 if self.experts[0].dtype == K3_MXFP4 else per * (2 if self.experts[0].dtype == K3_BF16 else 4))
+        state = d.n_kda * d.kda_num_heads * d.kda_head_k * d.kda_head_v * 4
+        return {"trunk": trunk, "experts": moe * d.num_experts_per_token * one, "state": 2 * state}
+
     def _set_dims(self, config):
         d = &self.dims
         d.vocab_size = config.vocab_size
@@ -195,6 +226,10 @@ cdef class Weights:
             L.mlp.up_proj = self._matrix(checkpoint, mlp + "up_proj.weight", inner, d)
             L.mlp.down_proj = self._matrix(checkpoint, mlp + "down_proj.weight", d, inner)
         return 0
+
+
+cdef tuple _span(k3_matrix m):
+    return (<uintptr_t>m.data, 0 if m.data == NULL else m.rows * m.cols * (2 if m.dtype == K3_BF16 else 4))
 
 
 def _res(checkpoint, str name):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_tools import Raw, Tensors, as_f32, changed, load
+from checkpoint_tools import Raw, Tensors, as_f32, changed
 
+from k3session import fingerprint
 from k3session.audit import COMPONENTS, audit, memory_estimate
 from k3session.checkpoint import Checkpoint
 from k3session.presets import PRESETS
@@ -103,13 +104,30 @@ def test_every_other_byte_of_a_packed_expert_is_a_value(micro: Path, tmp_path: P
     assert audit(changed(micro, tmp_path / "d", tensors=codes), deep=True)["ok"]
 
 
-def test_a_bad_value_past_the_first_block_has_the_right_place(tmp_path: Path) -> None:
-    folder = synth(tmp_path / "tiny", "tiny", trunk="f32", experts="f32")
-    held = load(folder)
-    name = max(held, key=lambda n: len(held[n].data))
-    assert held[name].shape == (1024, 256)
-    bad = changed(folder, tmp_path / "c", tensors=put(name, 1024 * 256 - 2, np.float32(np.inf).tobytes()))
-    assert "at [1023, 254]" in audit(bad, deep=True)["problems"][0]
+def test_a_bad_value_past_the_first_block_has_the_right_place(
+    micro: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_BLOCK", 256)
+    both = [put(P + "lm_head.weight", place, b"\x80\x7f") for place in (32 * 32 - 2, 32 * 20)]
+    bad = changed(micro, tmp_path / "c", tensors=lambda t: both[1](both[0](t)))
+    report = audit(bad, deep=True)
+    assert len(report["problems"]) == 1 and "a NaN or an infinity at [20, 0]" in report["problems"][0]
+    bad = changed(micro, tmp_path / "d", tensors=both[0])
+    assert "at [31, 30]" in audit(bad, deep=True)["problems"][0]
+
+
+def test_a_folder_full_of_bad_values_is_not_a_flood(tmp_path: Path) -> None:
+    folder = synth(tmp_path / "a", "nano")
+
+    def spoil(tensors: Tensors) -> Tensors:
+        return {
+            n: Raw(r.dtype, r.shape, b"\xff" * len(r.data))
+            for n, r in tensors.items()
+            if not n.endswith("A_log")
+        } | {n: r for n, r in tensors.items() if n.endswith("A_log")}
+
+    problems = audit(changed(folder, tmp_path / "b", tensors=spoil), deep=True)["problems"]
+    assert len(problems) == 101 and problems[-1].endswith("more tensors hold values that are not finite.")
 
 
 @pytest.mark.parametrize("value", ["nothing", "file", "empty", "cut", "config"])

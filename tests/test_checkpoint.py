@@ -237,6 +237,17 @@ def test_a_log_padded_with_anything_else_is_refused(micro: Path, tmp_path: Path,
     assert f"entry {1 + tail.index(next(t for t in tail if t != 0))}" in problem
 
 
+@pytest.mark.parametrize(("tail", "good"), [(b"\x00\x00\x00\x80", True), (b"\x00\x00\x01\x00", False)])
+def test_a_log_in_bf16_is_padded_with_zeros_too(micro: Path, tmp_path: Path, tail: bytes, good: bool) -> None:
+    raw = Raw("BF16", (3,), b"\x00\x3f" + tail)
+    folder = changed(micro, tmp_path / "c", tensors=lambda t: t | {A_LOG: raw})
+    if good:
+        with Checkpoint.open(folder) as c:
+            assert c.tensor("model.layers.0.self_attn.A_log").tolist() == [0x3F00]
+    else:
+        assert "entry 2 is not zero" in only(folder)
+
+
 @pytest.mark.parametrize(
     ("values", "shape"), [([0.5, 0.5], (2, 1)), ([0.5, 0.0], (1, 2)), ([0.5, 0.0], (2, 1, 1, 1)), ([], (0,))]
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from core_access import CoreImplementation, core, inner_values
 from golden_data import (
     SPLIT,
     TINY,
@@ -33,6 +34,7 @@ from mistakes import (
     RouterWeightsNotScaled,
     ScaledAfterUpProjection,
 )
+from ops_tools import ISAS, every_isa
 
 from k3session.checkpoint import Checkpoint
 from k3session.config import K3Config
@@ -45,6 +47,7 @@ CLEARLY = 20
 IMPLEMENTATIONS: list[Implementation] = [
     ReferenceImplementation(),
     ReferenceImplementation(mla_absorbed=True),
+    *map(CoreImplementation, ISAS),
 ]
 
 
@@ -208,6 +211,16 @@ def test_weighted_sum_of_the_experts(
     folder = altered(tmp_path / "model", config={"routed_scaling_factor": factor})
     error = relative(weighted_sums(cls, folder), factor * golden("tiny_k3/golden")["moe_agg"])
     assert (error < 1.5e-5) if right else (error > 0.1)
+
+
+@every_isa
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_weighted_sum_of_the_experts_in_the_core(isa: str, factor: float, tmp_path: Path) -> None:
+    """The same for the compiled graph: it would be off by as much as those mistakes are."""
+    expected = golden("tiny_k3/golden")
+    with core(altered(tmp_path / "model", config={"routed_scaling_factor": factor}), isa=isa) as c:
+        sums = inner_values(c, c.run(expected["tokens"], taps=True))["moe_agg"]
+    assert relative(sums, factor * expected["moe_agg"]) < CoreImplementation.golden_tolerance
 
 
 # ---------------------------------------------------------------- mistakes in reading the files

@@ -33,6 +33,8 @@ int k3_cpu_best_isa(void);
 // Rounding to nearest and subnormals kept, whatever another library has set in this thread; leave restores it.
 unsigned int k3_float_mode_enter(void);
 void k3_float_mode_leave(unsigned int before);
+// Reads a range of memory with up to `threads` threads, for a measurement of bandwidth.
+uint64_t k3_probe_read(int threads, const void* start, int64_t bytes);
 #ifdef __cplusplus
 }
 #endif

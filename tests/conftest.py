@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: MIT
+"""What tests share: a small checkpoint, a model over it, and how often a property is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+from core_access import FULL
+
+import k3session as k3
+from k3session.synth import synth
+
+# The same examples every time where a change is judged; new ones, and many more, where time is no matter (K3_SOAK=1).
+hypothesis.settings.register_profile(
+    "ci", max_examples=15, derandomize=True, database=None, deadline=None, print_blob=True
+)
+hypothesis.settings.register_profile("soak", max_examples=1000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("soak" if FULL else "ci")
+
+
+@pytest.fixture(scope="session")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with every kind of layer, two MLA layers in a row and a block that is cut short."""
+    return synth(tmp_path_factory.mktemp("nano") / "model", "nano", shard_bytes=200_000)
+
+
+@pytest.fixture(scope="module")
+def model(nano: Path) -> Iterator[k3.Model]:
+    """The nano checkpoint, open on one thread; sessions that a test leaves open are closed with it."""
+    with k3.Model.open(nano, threads=1) as opened:
+        yield opened

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: MIT
+"""The compiled graph below Session: any checkpoint, instruction set, thread count and chunking, with inner values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from golden_data import Tensor
+from ops_tools import ISAS
+
+from k3session._core.decoder import Decoder, Scratch, Taps
+from k3session._core.ops import hold_pool, release_pool
+from k3session._core.state import Timeline
+from k3session._core.weights import Weights
+from k3session.checkpoint import Checkpoint
+from k3session.reference import Array, Ints, Reference, State
+
+FULL = os.environ.get("K3_SOAK") == "1"
+"""Whether full counts are asked for."""
+
+BEST = ISAS[-1]
+ROWS = 128
+"""Rows of the largest pass, as in a session."""
+
+NEAR_TIE = 1e-4
+"""Where router scores of the last expert chosen and the first one left out are closer, either choice is right."""
+
+
+def counts(reduced: int, full: int) -> int:
+    """How often to try: the second number when full counts are asked for."""
+    return full if FULL else reduced
+
+
+@dataclass
+class Run:
+    """What came out: logits of every row, inner values by name, state by layer."""
+
+    logits: Tensor
+    taps: dict[str, Tensor]
+    timeline: Any
+
+    @property
+    def state(self) -> list[dict[str, Tensor]]:
+        """Arrays of each layer: conv and state, or latent."""
+        return [layer.export() for layer in self.timeline.layers]
+
+
+class Core:
+    """An open checkpoint with one scratch; make one with `core`."""
+
+    def __init__(self, checkpoint: Checkpoint, isa: str, threads: int, rows: int, segments: int) -> None:
+        self.checkpoint = checkpoint
+        self.config = checkpoint.config
+        self.weights = Weights(checkpoint)
+        self.decoder = Decoder(self.weights)
+        self.scratch = Scratch(self.weights, rows, threads, isa, segments)
+        self.rows = rows
+
+    def timeline(self, *, bf16: bool = False, page_rows: int = 64) -> Any:
+        """A new timeline at position 0."""
+        return Timeline(self.weights, bf16, page_rows)
+
+    def run(
+        self,
+        tokens: Tensor | Sequence[int],
+        chunks: Iterable[int] | None = None,
+        *,
+        taps: bool = False,
+        bf16: bool = False,
+        page_rows: int = 64,
+        poison: bool = False,
+        timeline: Any = None,
+    ) -> Run:
+        """Feed `tokens` in passes of these lengths; by default in the largest that fit.
+
+        Parameters
+        ----------
+        taps
+            Collect inner values.
+        bf16
+            Keep the latent cache in BF16.
+        poison
+            Fill the scratch with NaN before every pass.
+        timeline
+            Continue this one instead of a new one.
+        """
+        ids = np.ascontiguousarray(tokens, np.int32)
+        timeline = self.timeline(bf16=bf16, page_rows=page_rows) if timeline is None else timeline
+        logits = np.full((len(ids), self.config.vocab_size), np.nan, np.float32)
+        traces: list[dict[str, Tensor]] = []
+        start = 0
+        for n in passes(len(ids), self.rows) if chunks is None else chunks:
+            trace = Taps(self.weights, n) if taps else None
+            if poison:
+                self.scratch.poison()
+            end = start + n
+            bad = self.decoder.forward(
+                self.scratch, [timeline], [n], ids[start:end], None, logits[start:end], True, trace
+            )
+            assert bad is None
+            if trace is not None:
+                traces.append(trace.arrays)
+            start = end
+        assert start == len(ids) == timeline.position or timeline.position > start
+        inner = {k: np.concatenate([t[k] for t in traces]) for k in traces[0]} if traces else {}
+        return Run(logits, inner, timeline)
+
+    def step_all(self, timelines: Sequence[Any], tokens: Sequence[int]) -> Tensor:
+        """One pass of one row for each of several timelines; their logits, in order."""
+        logits = np.full((len(tokens), self.config.vocab_size), np.nan, np.float32)
+        ids = np.asarray(tokens, np.int32)
+        bad = self.decoder.forward(self.scratch, list(timelines), [1] * len(tokens), ids, None, logits)
+        assert bad is None
+        return logits
+
+
+@contextmanager
+def core(
+    folder: Path, *, isa: str = BEST, threads: int = 1, rows: int = ROWS, segments: int = 1
+) -> Iterator[Core]:
+    """Open `folder` for the compiled graph."""
+    hold_pool()
+    try:
+        with Checkpoint.open(folder) as checkpoint:
+            yield Core(checkpoint, isa, threads, rows, segments)
+    finally:
+        release_pool()
+
+
+def passes(n: int, rows: int) -> list[int]:
+    """Lengths of the fewest passes over n tokens."""
+    return [rows] * (n // rows) + ([n % rows] if n % rows else [])
+
+
+def random_chunks(rng: np.random.Generator, n: int, largest: int = ROWS) -> list[int]:
+    """A random way to feed n tokens, short passes as likely as long ones."""
+    chunks: list[int] = []
+    left = n
+    while left:
+        take = int(min(left, np.exp(rng.uniform(0, np.log(largest + 1)))))
+        chunks.append(max(1, take))
+        left -= chunks[-1]
+    return chunks
+
+
+# ---------------------------------------------------------------- against the reference
+
+
+class Judge(Reference):
+    """Takes the routes that it is given and notes where its own clear choice is another one."""
+
+    def __init__(self, checkpoint: Checkpoint, **options: Any) -> None:
+        super().__init__(checkpoint, **options)
+        self.disputed: list[str] = []
+        self.ties = 0
+
+    def route(self, name: str, x: Array, routes: Ints | None) -> tuple[Ints, Array]:
+        assert routes is not None
+        top = self.config.num_experts_per_token
+        biased = self.router_score(name, x) + self.router_bias(name)
+        order = np.argsort(-biased, axis=-1, kind="stable")
+        ranked = np.take_along_axis(biased, order, -1)
+        clear = np.ones(len(x), bool)
+        if top < ranked.shape[1]:
+            clear = ranked[:, top - 1] - ranked[:, top] >= NEAR_TIE
+        self.ties += int((~clear).sum())
+        wrong = (np.sort(order[:, :top], -1) != np.sort(routes, -1)).any(-1) & clear
+        self.disputed += [f"{name}, row {r}" for r in np.flatnonzero(wrong)]
+        return super().route(name, x, routes)
+
+
+@dataclass
+class Judgement:
+    """The reference over the routes of the core."""
+
+    logits: Tensor
+    taps: dict[str, Tensor]
+    state: State
+    ties: int
+
+
+def judge(checkpoint: Checkpoint, tokens: Tensor | Sequence[int], run: Run) -> Judgement:
+    """Run the reference over the experts that the core has chosen; every clear choice must be its own as well."""
+    model = Judge(checkpoint)
+    taps: dict[str, Tensor] = {}
+    state = model.new_state()
+    logits = model.forward(np.asarray(tokens), state, taps=taps, routes=run.taps["route_ids"])
+    assert not model.disputed
+    return Judgement(logits, taps, state, model.ties)
+
+
+def inner_values(c: Core, run: Run) -> dict[str, Tensor]:
+    """The inner values of the core under the names, shapes and order of the reference's taps.
+
+    The core normalises q and k in the op that convolves them, and hands out the decay itself, so these have
+    other names: ``kda_q``, ``kda_k``, ``kda_decay`` and ``kda_beta``.
+    """
+    config, t = c.config, run.taps
+    n = len(run.logits)
+    kda = [i for i in range(config.num_hidden_layers) if config.is_kda(i)]
+    mla = [i for i in range(config.num_hidden_layers) if not config.is_kda(i)]
+    moe = [i for i in range(config.num_hidden_layers) if config.is_moe(i)]
+    values: dict[str, Tensor] = {}
+    for name, array in t.items():
+        if name.startswith("kda_"):
+            array = array[:, kda]
+        elif name.startswith("mla_"):
+            array = array[:, mla]
+        elif name.startswith("moe_"):
+            array = array[:, moe]
+        elif name in ("embed", "final_mix", "final_normed"):
+            array = array[:, 0]
+        if array.shape[1]:
+            values[name] = array
+    if "ffn_out" in values and "moe_shared" in values:
+        # In MoE layers that site is the routed part; the running sum takes up both parts.
+        values["ffn_out"] = values["ffn_out"].copy()
+        values["ffn_out"][:, moe] = values["moe_routed"] + values["moe_shared"]
+    heads = (n, len(kda), config.kda_num_heads, config.kda_head_dim)
+    for name in ("kda_o", "kda_on"):
+        if name in values:
+            values[name] = values[name].reshape(heads)
+    for name in ("kda_q", "kda_k"):
+        if name + "_conv" in values:
+            values[name] = values.pop(name + "_conv")
+    return values
+
+
+def inner_expected(checkpoint: Checkpoint, taps: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The reference's taps (or the golden arrays, which have the same names) under the names of `inner_values`."""
+    model = Reference(checkpoint)
+    config = checkpoint.config
+    values = {k: np.asarray(v) for k, v in taps.items() if k not in ("route_ids", "route_wts", "margin")}
+    if "kda_q_conv" in values:
+        shape = (*values["kda_q_conv"].shape[:2], config.kda_num_heads, config.kda_head_dim)
+        flat = values["kda_q_conv"].shape
+        q, k = (np.float64(values.pop(f"kda_{x}_conv")).reshape(shape) for x in "qk")
+        values["kda_q"], values["kda_k"] = model.kda_query(q).reshape(flat), model.l2norm(k).reshape(flat)
+    if "kda_graw" in values:
+        raw, decay = np.float64(values.pop("kda_graw")), []
+        for j, i in enumerate(config.kda_layers):
+            at = f"model.layers.{i}.self_attn"
+            z = raw[:, j] + model.weight(f"{at}.dt_bias")
+            decay.append(np.exp(model.decay_form(z, np.exp(model.a_log(at)))))
+        values["kda_decay"] = np.stack(decay, 1)
+        values["kda_beta"] = 1 / (1 + np.exp(-np.float64(values.pop("kda_braw"))))
+    return values
+
+
+def sorted_routes(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Expert ids ascending, with their weights; rows of dense layers as -1 and 0."""
+    order = np.argsort(ids, -1, kind="stable")
+    ids, weights = np.take_along_axis(ids, order, -1), np.take_along_axis(weights, order, -1)
+    return ids, np.where(ids < 0, 0, weights)
+
+
+# ---------------------------------------------------------------- under the tests of deliberate mistakes
+
+
+class CoreImplementation:
+    """The compiled graph, as `golden_data.Implementation`."""
+
+    golden_tolerance = 3e-5
+    reference_tolerance = 2e-5
+
+    def __init__(self, isa: str) -> None:
+        self.isa = isa
+        self.name = f"core-{isa}"
+
+    def logits(self, folder: Path, tokens: Tensor, chunks: Sequence[int]) -> Tensor:
+        """Logits of every position, fed in chunks of these lengths."""
+        with core(folder, isa=self.isa, threads=2) as c:
+            return c.run(tokens, chunks, poison=True).logits
