@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 HOST = ROOT / "cuda" / "host"
-MODULES = ("ops", "weights", "state", "decoder", "kernels")
+MODULES = ("ops", "weights", "state", "decoder", "arguments", "kernels")
 
 # -ffp-contract=off: a fused multiply-add only where the source writes one (docs/numerics.md).
 # -g0: Python's own flags ask for debug information, which would make the modules four times as large.
@@ -67,12 +67,12 @@ def headers() -> list[str]:
 
 def build_header() -> str:
     """Writes k3_build.h: snapshots record which build made them, and resume exactly only under the same one."""
-    digest = hashlib.sha256(repr((FLAGS, ISAS, platform.machine())).encode())
+    digest = hashlib.sha256(repr((FLAGS, LAST, ISAS, platform.machine())).encode())
     for path in sorted([*(ROOT / "cuda").rglob("*.*"), *(ROOT / "pyx").glob("*.*")]):
         digest.update(path.read_bytes())
     folder = ROOT / "build" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
-    text = f'#define K3_BUILD "{digest.hexdigest()[:16]}"\n'
+    text = f'#define K3_BUILD "{digest.hexdigest()[:16]}, compiler " __VERSION__\n'
     header = folder / "k3_build.h"
     if not header.exists() or header.read_text() != text:
         header.write_text(text)

@@ -10,18 +10,16 @@ import numpy as np
 
 from k3session.accounting import Inspection, inspect
 from k3session.checkpoint import Checkpoint
-from k3session.config import K3Config
+from k3session.memory import memory_estimate
 from k3session.progress import Progress, ProgressArgument
 from k3session.shards import StoredTensor
 
-__all__ = ["COMPONENTS", "audit", "memory_estimate"]
+__all__ = ["COMPONENTS", "audit"]
 
 #: The parts of a model that bytes are counted for.
 COMPONENTS = (
     "embedding", "kda", "mla", "dense", "experts", "shared", "router", "latent", "attn_res", "norms", "lm_head",
 )  # fmt: skip
-#: Rows of one internal chunk of a prefill, which the scratch is estimated for.
-CHUNK_ROWS = 64
 _SHOWN = 100
 
 
@@ -132,41 +130,3 @@ def _first_bad(tensor: StoredTensor, block: memoryview) -> tuple[int, str]:
         wrong = (bits & exponent) == exponent
         what = "a NaN or an infinity"
     return (int(np.argmax(wrong)), what) if wrong.any() else (-1, "")
-
-
-def memory_estimate(config: K3Config, weight_bytes: int) -> dict[str, int]:
-    """Estimate what a model and its sessions take, in bytes.
-
-    ``weights_mapped`` is mapped from the files and shared by all sessions.  ``state_per_session`` is
-    the KDA state of one session (recurrent matrices and conv windows, fp32) and the pass's alternate
-    copy of it is ``state_alternate``.  ``latent_per_token_fp32`` and ``latent_per_token_bf16`` are what
-    each token of context adds.  ``scratch`` is about what a pass of ``chunk_rows`` rows works in.
-    """
-    c = config
-    heads = c.kda_num_heads * c.kda_head_dim * c.kda_head_dim
-    windows = 3 * c.kda_dim * (c.short_conv_kernel_size - 1)
-    state = 4 * len(c.kda_layers) * (heads + windows)
-    latent = len(c.full_attn_layers) * c.latent_width
-    mixer = max(
-        5 * c.kda_dim if c.kda_layers else 0,
-        c.num_attention_heads * (c.qk_head_dim + 2 * c.kv_lora_rank) + 2 * c.mla_dim
-        if c.full_attn_layers
-        else 0,
-    )
-    routed = (
-        c.num_experts
-        + 2 * c.routed_expert_hidden_size
-        + c.num_experts_per_token * (2 * c.moe_intermediate_size + c.routed_expert_hidden_size)
-    )
-    ffn = max(2 * c.intermediate_size, routed + 2 * c.shared_intermediate_size)
-    streams = (c.num_attn_res_blocks + 4) * c.hidden_size
-    return {
-        "weights_mapped": weight_bytes,
-        "state_per_session": state,
-        "state_alternate": state,
-        "latent_per_token_fp32": 4 * latent,
-        "latent_per_token_bf16": 2 * latent,
-        "latent_at_max_position_fp32": 4 * latent * c.max_position_embeddings,
-        "chunk_rows": CHUNK_ROWS,
-        "scratch": 4 * (CHUNK_ROWS * (streams + max(mixer, ffn)) + c.vocab_size),
-    }

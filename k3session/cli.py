@@ -84,6 +84,9 @@ def _generate(args: argparse.Namespace) -> int:
 
     from k3session.session import Session
 
+    if args.session is not None and not Path(args.session).resolve().parent.is_dir():
+        print(f"k3session: {args.session}: the folder does not exist; nothing could be saved there", file=sys.stderr)
+        return 2
     with _open(args, args.model) as model:
         tokenizer = model.tokenizer
         given = {n: getattr(args, n) for n in ("temperature", "top_k", "top_p", "min_p", "seed") if getattr(args, n) is not None}
@@ -122,6 +125,8 @@ def _check(args: argparse.Namespace) -> int:
         state = "whole" if report["ok"] else f"{len(report['problems'])} problem(s)"
         text = [f"{args.folder}: {state}"]
         text += [f"  problem: {p}" for p in report["problems"]]
+        if not report["ok"]:
+            return text
         text += [f"  {key}: {_size(n)}" for key, n in (report.get("bytes") or {}).items()]
         text += [f"  memory, {key.replace('_', ' ')}: {_size(n)}" for key, n in (report.get("memory") or {}).items()]
         return text

@@ -32,6 +32,15 @@ log = logging.getLogger("k3session")
 #: The model that ships in the package.
 DEFAULT_MODEL = Path(__file__).parent / "models" / "k3-shakespeare"
 _NOT_GIVEN: Any = object()
+_alive: weakref.WeakSet[Model] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for model in list(_alive):
+        model._lock = threading.Lock()      # a thread that held it does not exist here
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Model:
@@ -42,7 +51,7 @@ class Model:
 
     def __init__(self, checkpoint: Checkpoint, *, threads: int, isa: str, progress: ProgressArgument = False) -> None:
         report = Progress(progress)
-        self._checkpoint = checkpoint
+        self._checkpoint: Checkpoint | None = checkpoint
         self._weights: Any = Weights(checkpoint, report if report else None)
         self._decoder: Any = Decoder(self._weights)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -55,6 +64,7 @@ class Model:
         self.isa = isa
         self.device = "cpu"
         self.default_sampling: Sampling = read_generation_config(self.path, self.config.eos_token_id)
+        _alive.add(self)
         ops.hold_pool()
         self._pool = weakref.finalize(self, ops.release_pool)
         self._pool.atexit = False          # at exit the threads go with the process
@@ -134,7 +144,8 @@ class Model:
         """Which model this is, whatever folder or shards it lies in; computed when first asked for."""
         with self._lock:
             if self._fingerprint is None:
-                self._check_open()
+                if self._checkpoint is None:
+                    raise self._closed()
                 self._fingerprint = self._checkpoint.fingerprint()
             return self._fingerprint
 
@@ -169,8 +180,11 @@ class Model:
             if self._sessions:
                 names = ", ".join(sorted(s.name for s in self._sessions))
                 raise SessionBusyError(f"the model still has open sessions: {names}; close them first, or leave the with block")
+            # The table of tensors goes too: of the released model it takes hundreds of megabytes.
+            checkpoint, self._checkpoint = self._checkpoint, None
             self._weights = self._decoder = None
-        self._checkpoint.close()
+        if checkpoint is not None:
+            checkpoint.close()
         self._pool()
 
     def __enter__(self) -> Self:
@@ -195,7 +209,10 @@ class Model:
 
     def _check_open(self) -> None:
         if self._weights is None:
-            raise ClosedError(f"the model {self.path.name} has been closed; open it again")
+            raise self._closed()
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"the model {self.path.name} has been closed; open it again")
 
     def _open_decoder(self) -> Any:
         self._check_open()

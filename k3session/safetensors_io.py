@@ -71,7 +71,9 @@ class _Problem(Exception):
     """What is wrong with one file, in words; turned into the caller's error class."""
 
 
-def read_header(path: str | os.PathLike[str], error: type[Exception] = CheckpointError) -> Header:
+def read_header(
+    path: str | os.PathLike[str], error: type[Exception] = CheckpointError, *, name: str | None = None
+) -> Header:
     """Read and check the header of a safetensors file.
 
     Parameters
@@ -80,6 +82,8 @@ def read_header(path: str | os.PathLike[str], error: type[Exception] = Checkpoin
         The file.
     error
         The exception class for a file that is not whole and well formed.
+    name
+        What messages call the file, where that is not the end of its path.
 
     Returns
     -------
@@ -91,7 +95,7 @@ def read_header(path: str | os.PathLike[str], error: type[Exception] = Checkpoin
     CheckpointError
         Or `error`: the message names the file, what was expected and what was found.
     """
-    name = Path(path).name
+    name = Path(path).name if name is None else name
     try:
         header = _read(path)
         # Our checks give the better sentence; the library that everyone else uses has the last word.

@@ -83,8 +83,10 @@ class Sampling:
             stop_ids = tuple(stop_ids) if isinstance(stop_ids, Sequence) else (stop_ids,)
             _check("stop_ids", stop_ids, "token ids", all(_integer(i) and i >= 0 for i in stop_ids))
             object.__setattr__(self, "stop_ids", tuple(int(i) for i in stop_ids))
-        bias = dict(self.logit_bias)
-        sound = all(_integer(k) and isinstance(v, numbers.Real) and not math.isnan(v) and v != math.inf for k, v in bias.items())
+        bias = self.logit_bias
+        sound = isinstance(bias, Mapping) and all(
+            _integer(k) and isinstance(v, numbers.Real) and not math.isnan(v) and v != math.inf for k, v in bias.items()
+        )
         _check("logit_bias", bias, "a mapping of token ids to numbers below infinity", sound)
         object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in bias.items()})
 
@@ -149,12 +151,15 @@ class Sampling:
 
     def _distribution(self, scores: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Ids that may be chosen, ascending, with their weights."""
-        z = scores.astype(np.float64) / self.temperature
+        # Less the largest first: what is divided by a tiny temperature may overflow to -inf, never to inf.
+        z = scores.astype(np.float64)
+        with np.errstate(over="ignore"):
+            z = (z - z.max()) / self.temperature
         kept = np.arange(z.size)
         if 0 < self.top_k < z.size:
             # A stable sort makes the lowest id win among equals, as everywhere.
             kept = np.sort(np.argsort(-z, kind="stable")[: self.top_k])
-        p = np.exp(z[kept] - z.max())
+        p = np.exp(z[kept])
         if self.top_p < 1.0:
             order = np.argsort(-p, kind="stable")
             reached = np.cumsum(p[order]) / p.sum()

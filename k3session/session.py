@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 import os
-import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -19,7 +19,7 @@ import xxhash
 from k3session import __version__
 from k3session._core.decoder import Scratch
 from k3session._core.ops import BUILD
-from k3session._core.state import Timeline
+from k3session._core.state import Owner, Timeline
 from k3session.errors import (
     CapacityError,
     ClosedError,
@@ -33,6 +33,7 @@ from k3session.errors import (
     SnapshotMismatchError,
 )
 from k3session.generation import Generated, generate
+from k3session.memory import CHUNK_ROWS
 from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling
 from k3session.snapshot import LayerSnapshot, Snapshot, check_meta, head_parts, stated_size
@@ -44,10 +45,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Session"]
 
-#: Rows in a chunk of a prefill: enough to use each weight many times, few enough to cancel soon.
-CHUNK_ROWS = 128
 _LATENTS = {"fp32": False, "bf16": True}
+_NO_IDS = np.empty(0, np.int32)
+_NO_ROW = np.empty((1, 0), np.float32)
 _numbers = itertools.count(1)
+_alive: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for session in list(_alive):
+        session._owner.disown()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Session:
@@ -84,9 +94,9 @@ class Session:
             capacity = model.config.max_position_embeddings
         elif isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
             raise ConfigError(f"capacity is {capacity!r}; expected None or a number of tokens of at least 1")
-        self._lock = threading.Lock()
         self._closed = True
         self.name = f"session-{next(_numbers)}"
+        self._owner = Owner(self.name)
         self._model = model
         self._capacity = capacity
         self._latent = latent
@@ -111,6 +121,7 @@ class Session:
         self._meta: Any = None
         self.sampling: Sampling | None = None
         model._register(self)
+        _alive.add(self)
         self._closed = False
 
     # ------------------------------------------------------------------------------------------
@@ -204,8 +215,7 @@ class Session:
         ------
         InvalidTokenError, CapacityError, PassCancelled, NonFiniteError, SessionBusyError, ClosedError
         """
-        self._check_idle()
-        with self._lock:
+        with self._owner:
             try:
                 self._begin(cancellable=True)
                 self._one[0] = self._checked_id(token)
@@ -255,8 +265,7 @@ class Session:
         InvalidTokenError, CapacityError, NonFiniteError, SessionBusyError, ClosedError
         """
         report = Progress(progress)
-        self._check_idle()
-        with self._lock:
+        with self._owner:
             try:
                 self._begin(cancellable=True)
                 ids, embeddings = self._checked_prompt(prompt)
@@ -347,8 +356,7 @@ class Session:
         include_tokens
             Whether the ids are kept; without them the conversation cannot be read from the snapshot.
         """
-        self._check_idle()
-        with self._lock:
+        with self._owner:
             self._begin()
             layers = tuple(LayerSnapshot(**layer.export()) for layer in self._timeline.layers)
             tokens, logits = self._head(include_tokens)
@@ -366,10 +374,11 @@ class Session:
         """
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"expected a k3session.Snapshot, found {type(snapshot).__name__}; for a file use Session.load")
-        self._check_idle()
-        with self._lock:
+        with self._owner:
             self._begin(failed_is_fine=True)
-            self._check_facts(snapshot.facts, snapshot.position, snapshot.logits)
+            self._check_facts(snapshot.facts, snapshot.logits)
+            self._check_arrays(snapshot)
+            self._check_room(snapshot.position)
             self._take(snapshot)
 
     def save(
@@ -391,8 +400,7 @@ class Session:
             No space, no folder, no permission: the message says which.
         """
         report = Progress(progress)
-        self._check_idle()
-        with self._lock:
+        with self._owner:
             try:
                 self._begin()
                 parts = head_parts(*self._head(include_tokens))
@@ -422,9 +430,12 @@ class Session:
             known = isinstance(latent, str) and latent in _LATENTS
             session = cls(model, capacity=capacity, latent=str(latent) if known else "fp32")
             try:
-                session._check_facts(reader.facts, position, None)
+                session._check_facts(reader.facts, None)
                 session._check_size(reader)
-                session._take(Snapshot.from_reader(reader))
+                session._check_room(position)
+                snapshot = Snapshot.from_reader(reader)
+                session._check_arrays(snapshot)
+                session._take(snapshot)
             except BaseException:
                 session.close()
                 raise
@@ -438,11 +449,13 @@ class Session:
         """Free the session's memory; further use raises `ClosedError`.  Closing twice is fine."""
         if self._closed:
             return
-        self._check_idle()
-        with self._lock:
+        with self._owner:
             self._model._forget(self)
             self._closed = True
             self._timeline = self._scratch = self._decoder = None
+            self._ids = self._one = _NO_IDS
+            self._rows = (_NO_ROW, _NO_ROW)
+            self._digests = {}
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -473,13 +486,6 @@ class Session:
         if self._closed:
             raise ClosedError(f"{self.name} has been closed; open another with model.session()")
 
-    def _check_idle(self) -> None:
-        """Refuses a second user.  The lock is then taken by ``with``: the one way to take it that Ctrl-C cannot fall into."""
-        if self._lock.locked():
-            raise SessionBusyError(
-                f"{self.name} is in use by another call: give each thread a session of its own, or cancel() that call"
-            )
-
     def _begin(self, *, failed_is_fine: bool = False, cancellable: bool = False) -> None:
         self._check_open()
         if self._failure is not None and not failed_is_fine:
@@ -504,9 +510,11 @@ class Session:
     def _logits(self) -> npt.NDArray[np.float32] | None:
         """The row of logits that belongs to the position."""
         position = self._timeline.position
-        return self._rows[self._rows_at.index(position)][0] if position in self._rows_at else None
+        return next((row[0] for row, at in zip(self._rows, self._rows_at, strict=True) if at == position), None)
 
-    def _forward(self, ids: npt.NDArray[np.int32], embeddings: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
+    def _forward(
+        self, ids: npt.NDArray[np.int32], embeddings: npt.NDArray[np.float32] | None = None
+    ) -> npt.NDArray[np.float32]:
         """One pass, committed at its end; returns its row of logits, the session's own."""
         position = self._timeline.position
         spare = 1 if self._rows_at[0] == position else 0
@@ -524,7 +532,8 @@ class Session:
                 bad[0],
             )
             raise self._failure
-        return row[0]
+        last: npt.NDArray[np.float32] = row[0]
+        return last
 
     def _checked_id(self, token: Any) -> int:
         try:
@@ -546,7 +555,8 @@ class Session:
             raise InvalidTokenError("the prompt is empty; expected at least one token")
         if array.ndim == 2 and array.dtype.kind == "f":
             hidden = self._model.config.hidden_size
-            rows = np.ascontiguousarray(array, np.float32)
+            with np.errstate(over="ignore"):                        # what overflows is found below
+                rows = np.ascontiguousarray(array, np.float32)
             if rows.shape[1] != hidden:
                 raise InvalidTokenError(f"embeddings have width {rows.shape[1]}; expected hidden_size, {hidden}")
             if not np.isfinite(rows).all():
@@ -606,7 +616,7 @@ class Session:
             "meta": check_meta(meta),
         }
 
-    def _check_facts(self, facts: dict[str, Any], position: int, logits: npt.NDArray[Any] | None) -> None:
+    def _check_facts(self, facts: dict[str, Any], logits: npt.NDArray[Any] | None) -> None:
         """Raise unless a snapshot with these facts can become this session; every difference is listed."""
         here = self._facts(None, False)
         differences: dict[str, tuple[Any, Any]] = {
@@ -626,8 +636,12 @@ class Session:
         if differences:
             said = "; ".join(f"{n}: snapshot {_short(a)}, here {_short(b)}" for n, (a, b) in differences.items())
             raise SnapshotMismatchError(f"the snapshot belongs to another model or other options: {said}", differences)
+
+    def _check_room(self, position: int) -> None:
         if position > self._capacity:
-            raise CapacityError(f"the snapshot holds {position} tokens; this session may hold {self._capacity}: give it a larger capacity")
+            raise CapacityError(
+                f"the snapshot holds {position} tokens; this session may hold {self._capacity}: give it a larger capacity"
+            )
 
     def _check_size(self, reader: SnapshotReader) -> None:
         """Compare the shapes in the header with this model's before a byte of a tensor is read."""
@@ -642,7 +656,7 @@ class Session:
             raise SnapshotMismatchError(f"{reader.name}: {name} has shape {a}, expected {b}; {len(wrong)} tensors differ", wrong)
 
     def _take(self, snapshot: Snapshot) -> None:
-        """Become the snapshot, whose facts have been compared."""
+        """Become the snapshot, whose facts and arrays have been compared."""
         here = self._facts(None, False)
         exact = all(snapshot.facts.get(n) == here[n] for n in ("build", "isa", "device"))
         sampling = snapshot.facts.get("sampling")
@@ -652,7 +666,6 @@ class Session:
             digests = {int(k): str(v) for k, v in (snapshot.facts.get("embeddings") or {}).items()}
         except (ConfigError, TypeError, ValueError, AttributeError) as problem:
             raise SnapshotError(f"the snapshot's sampling or embeddings cannot be read: {problem}") from None
-        self._check_arrays(snapshot)
         ids = np.full(max(64, position), -1, np.int32)
         if tokens is not None:
             ids[:position] = tokens
@@ -681,11 +694,12 @@ class Session:
         wrong: dict[str, tuple[Any, Any]] = {}
         if len(snapshot.layers) != self._model.config.num_hidden_layers:
             wrong["num_hidden_layers"] = (len(snapshot.layers), self._model.config.num_hidden_layers)
-        for name, array, dtype, shape in (("tokens", tokens, np.int32, (position,)), ("logits", logits, np.float32, (self._vocab,))):
+        expected = (("tokens", tokens, np.int32, (position,)), ("logits", logits, np.float32, (self._vocab,)))
+        for name, array, dtype, shape in expected:
             if array is not None and (array.dtype != dtype or array.shape != shape):
                 wrong[name] = (f"{array.dtype} {array.shape}", f"{np.dtype(dtype)} {shape}")
-        if "tokens" not in wrong and tokens is not None and position and not -1 <= tokens.min() <= tokens.max() < self._vocab:
-            wrong["tokens"] = ([int(tokens.min()), int(tokens.max())], [-1, self._vocab - 1])
+        if tokens is not None and tokens.size and not -1 <= tokens.min() <= tokens.max() < self._vocab:
+            wrong["tokens"] = (f"{tokens.min()} to {tokens.max()}", f"-1 to {self._vocab - 1}")
         if wrong:
             said = "; ".join(f"{n}: snapshot {a}, expected {b}" for n, (a, b) in wrong.items())
             raise SnapshotMismatchError(f"the snapshot does not fit the model: {said}", wrong)

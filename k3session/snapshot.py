@@ -168,7 +168,7 @@ def check_meta(meta: Any) -> Any:
     """What the caller wants kept, as JSON would give it back."""
     try:
         return json.loads(json.dumps(meta, allow_nan=False))
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, RecursionError) as problem:
         raise SnapshotError(f"meta must be what JSON can hold: {problem}") from None
 
 

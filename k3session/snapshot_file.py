@@ -14,7 +14,7 @@ import io
 import json
 import os
 import secrets
-import tempfile
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ import xxhash
 
 from k3session.errors import SnapshotCorruptError, SnapshotError, SnapshotMismatchError
 from k3session.progress import Progress
-from k3session.safetensors_io import Header, plan, read_header
+from k3session.safetensors_io import HEADER_LIMIT, Header, plan, read_header
 
 __all__ = ["FORMAT", "FORMAT_VERSION", "Part", "SnapshotReader", "serialize", "write_file"]
 
@@ -67,6 +67,10 @@ def _header(parts: list[Part], facts: Mapping[str, Any]) -> tuple[bytes, int]:
         "header_digest": _ZEROS,
     }
     planned = plan(((p.name, p.dtype, p.shape) for p in parts), metadata)
+    if len(planned.header) - 8 > HEADER_LIMIT:
+        raise SnapshotError(
+            f"meta is too large: the header would have {len(planned.header)} bytes; expected at most {HEADER_LIMIT}"
+        )
     return _sealed(planned.header), planned.total
 
 
@@ -96,43 +100,84 @@ def write_file(path: str | os.PathLike[str], parts: list[Part], facts: Mapping[s
     The bytes go to a temporary file in the same folder (mode 0600), which is flushed to the disk and then renamed
     over `path`; then the folder is flushed.  Until the rename the old file is untouched.
     """
-    target = Path(os.path.realpath(os.fspath(path)))
     try:
-        header, total = _header(parts, facts)
-        _remove_stale(target)
-        # Open and locked for as long as it is being written: a file like it without a lock is left over from a crash.
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.k3tmp")
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        target = Path(os.path.realpath(os.fspath(path)))
+    except ValueError as problem:          # a NUL in it
+        raise SnapshotError(f"{path!r}: not a path: {problem}") from None
+    renamed = False
+    try:
+        # Opened before anything is written: a folder that cannot be flushed is found while the old file is untouched.
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            done = _write(fd, memoryview(header), 0, total, progress)
-            for part in parts:
-                done = _write(fd, _bytes(part), done, total, progress)
-            if done != total:
-                raise SnapshotError(f"the snapshot came to {done} bytes; {total} were planned")
-            os.fsync(fd)
-            os.rename(temporary, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+            _check_replaceable(target)
+            header, total = _header(parts, facts)
+            _remove_stale(target)
+            temporary, fd = _temporary(target)
+            try:
+                done = _write(fd, memoryview(header), 0, total, progress)
+                for part in parts:
+                    done = _write(fd, _bytes(part), done, total, progress)
+                if done != total:
+                    raise SnapshotError(f"the snapshot came to {done} bytes; {total} were planned")
+                os.fsync(fd)
+                os.rename(temporary, target)
+                renamed = True
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            finally:
+                os.close(fd)
+            os.fsync(folder)
         finally:
-            os.close(fd)
-        _sync_folder(target.parent)
+            os.close(folder)
     except OSError as problem:
         if isinstance(problem, SnapshotError):
             raise
+        if renamed:
+            raise SnapshotError(
+                f"{target}: the snapshot is in place, but the folder could not be flushed to the disk: "
+                f"{_reason(problem)}; a loss of power could bring back the file that was there before"
+            ) from problem
         raise SnapshotError(
             f"{target}: the snapshot could not be written: {_reason(problem)}; a file of that name is as it was"
         ) from problem
     return total
 
 
+def _check_replaceable(target: Path) -> None:
+    """A rename would put a file in the place of a device or a pipe as well."""
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        what = "a folder" if stat.S_ISDIR(mode) else "no ordinary file"
+        raise SnapshotError(f"{target}: is {what}; expected the name of a snapshot file, new or to be replaced")
+
+
+def _temporary(target: Path) -> tuple[Path, int]:
+    """A new file beside `target`, locked for as long as it is open: one like it without a lock is left from a crash."""
+    while True:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.k3tmp")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            with contextlib.suppress(OSError):                      # some network file systems have no locks
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink > 0:
+                return temporary, fd
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            os.close(fd)
+            raise
+        os.close(fd)                       # another save took it for stale before it was locked
+
+
 def _reason(problem: OSError) -> str:
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space is left ({problem.strerror})"
-    if problem.errno == errno.ENOENT:
+    if problem.errno in (errno.ENOENT, errno.ENOTDIR):
         return "the folder does not exist"
     return problem.strerror or str(problem)
 
@@ -146,14 +191,6 @@ def _write(fd: int, data: memoryview, done: int, total: int, progress: Progress)
             done += n
         progress("save", done, total)
     return done
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove_stale(target: Path) -> None:
@@ -197,30 +234,35 @@ class SnapshotReader:
         if isinstance(source, (bytes, bytearray, memoryview)):
             self.name = "snapshot"
             self._data = memoryview(source).cast("B")
-            self._open_bytes()
-        else:
-            self.name = Path(source).name
-            try:
-                self._file = open(source, "rb")  # noqa: SIM115 - closed by close()
-            except OSError as problem:
-                raise SnapshotError(f"{os.fspath(source)}: cannot be opened: {problem.strerror}") from problem
-            try:
-                self._check(read_header(source, SnapshotCorruptError))
-            except BaseException:
-                self.close()
-                raise
+            # read_header takes a file, and only needs the header and the size: a sparse one in memory has both.
+            with os.fdopen(os.memfd_create(self.name), "w+b") as file:
+                length = int.from_bytes(self._data[:8], "little")
+                file.write(self._data[: min(8 + length, len(self._data))])
+                file.truncate(len(self._data))
+                file.flush()
+                self._check(self._header_of(file))
+            return
+        self.name = Path(source).name
+        try:
+            if not stat.S_ISREG(os.stat(source).st_mode):
+                raise SnapshotCorruptError(f"{os.fspath(source)}: is no ordinary file; expected a snapshot")
+            self._file = open(source, "rb")  # noqa: SIM115 - closed by close()
+        except SnapshotError:
+            raise
+        except (OSError, ValueError) as problem:
+            said = getattr(problem, "strerror", None) or problem
+            raise SnapshotError(f"{os.fspath(source)}: cannot be opened: {said}") from problem
+        try:
+            self._check(self._header_of(self._file))
+        except BaseException:
+            self.close()
+            raise
 
-    def _open_bytes(self) -> None:
-        # read_header takes a file, and only needs the header and the size: a sparse file has both.
-        data = self._data if self._data is not None else memoryview(b"")
-        with tempfile.NamedTemporaryFile(suffix=".k3s") as file:
-            length = int.from_bytes(data[:8], "little")
-            file.write(data[: min(8 + length, len(data))])
-            file.truncate(len(data))
-            file.flush()
-            self._check(read_header(file.name, SnapshotCorruptError), Path(file.name).name)
+    def _header_of(self, file: BinaryIO) -> Header:
+        # By descriptor: by its path a file that a save is just replacing would be opened a second time, as another one.
+        return read_header(f"/proc/self/fd/{file.fileno()}", SnapshotCorruptError, name=self.name)
 
-    def _check(self, header: Header, alias: str | None = None) -> None:
+    def _check(self, header: Header) -> None:
         self.tensors = header.tensors
         self.size = header.file_size
         self._start = header.data_start
@@ -231,7 +273,7 @@ class SnapshotReader:
                 f"{metadata.get('format')!r}, expected {FORMAT!r}"
             )
         version = metadata.get("format_version", "")
-        if version.isdecimal() and int(version) > FORMAT_VERSION:
+        if version.isascii() and version.isdecimal() and len(version) < 10 and int(version) > FORMAT_VERSION:
             raise SnapshotMismatchError(
                 f"{self.name}: written in snapshot format {version}; this k3session reads up to "
                 f"{FORMAT_VERSION}: update k3session to read it",
@@ -253,6 +295,8 @@ class SnapshotReader:
             self.digests: dict[str, str] = json.loads(metadata["digests"])
         except (KeyError, ValueError, RecursionError) as problem:
             raise SnapshotCorruptError(f"{self.name}: the facts in the header cannot be read: {problem}") from None
+        if not isinstance(self.facts, dict) or not isinstance(self.digests, dict):
+            raise SnapshotCorruptError(f"{self.name}: the facts in the header are no named values")
         if set(self.digests) != set(self.tensors):
             raise SnapshotCorruptError(f"{self.name}: the digests in the header do not cover its tensors")
         strange = sorted(i.dtype for i in self.tensors.values() if i.dtype not in _NUMPY)

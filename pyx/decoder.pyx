@@ -139,6 +139,8 @@ cdef class Decoder:
                 bad |= self.dense(z, L)
                 bad |= z.ops.residual(z.ops.ctx, &z.job, z.s, z.a, NULL, False, <int32_t>(2 + 2 * i), d)
             if taps is not None:
+                if L.is_moe and L.mlp.down_proj.data != NULL:
+                    add(z.a, z.b, R * d)
                 taps.put(FFN_OUT, i, z.a, R, d)
                 taps.put(LAYER_OUT, i, z.s, R, d)
             if bad:
@@ -348,6 +350,13 @@ cdef k3_linear_job job(const k3_matrix* w, const float* x, float* y) noexcept no
 cdef int project(Scratch z, const k3_matrix* w, const float* x, float* y, int64_t rows) noexcept nogil:
     cdef k3_linear_job one = job(w, x, y)
     return z.ops.linear(z.ops.ctx, &one, 1, rows)
+
+
+cdef void add(float* a, const float* b, int64_t n) noexcept nogil:
+    """The whole output of a MoE, for a trace: the residual op sums its two parts itself."""
+    cdef int64_t i
+    for i in range(n):
+        a[i] += b[i]
 
 
 cdef class Scratch:

@@ -8,30 +8,34 @@ NaN beforehand, so that an element that an op forgets is seen.
 import numpy as np
 
 from libc.math cimport sqrt
-from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+from k3session._core.arguments cimport Matrix, Rows, at, check_array, expect, floats
 from k3session._core.c_ops cimport (
-    K3_BF16,
-    K3_F32,
     K3_MXFP4,
-    K3_NO_BAD_SUBLAYER,
     k3_cpu,
     k3_dims,
     k3_kda,
-    k3_kda_state,
     k3_linear_job,
     k3_matrix,
     k3_mla,
     k3_moe,
     k3_ops,
-    k3_pass,
-    k3_segment,
 )
-from k3session._core.ops cimport aligned, buffer_sizes, float_mode_enter, float_mode_leave, op_table
+from k3session._core.ops cimport (
+    aligned,
+    buffer_sizes,
+    float_mode_enter,
+    float_mode_leave,
+    op_table,
+    pool_hold,
+    pool_release,
+)
 
-from k3session._core.ops import best_isa, hold_pool, release_pool
+from k3session._core.arguments import describe
+from k3session._core.ops import best_isa
 from k3session.errors import ConfigError, K3Error
 
 DIMS = {
@@ -45,125 +49,6 @@ DIMS = {
     "attention_scale": None, "moe_renormalize": True, "rope_theta": 10000.0,
 }
 MAX_JOBS = 16                           # matrices in one dispatch of `linear`
-
-
-cdef class Matrix:
-    """One weight matrix [out, in] where it lies: uint16 (BF16), float32, or uint8 (packed MXFP4) with its scales.
-
-    The array may begin at any address, as a tensor in a file may.
-    """
-
-    cdef k3_matrix m
-    cdef readonly object data
-    cdef readonly object scale
-
-    def __cinit__(self, data not None, scale=None):
-        wanted = "uint16[out, in], float32[out, in], or uint8[out, in / 2] with scales uint8[out, in / 32]"
-        if not isinstance(data, np.ndarray) or data.ndim != 2 or data.dtype not in (np.uint16, np.float32, np.uint8):
-            raise ConfigError(f"matrix: expected {wanted}; found {_describe(data)}")
-        if not data.flags.c_contiguous:
-            raise ConfigError("matrix: expected a C-contiguous array; pass np.ascontiguousarray(...)")
-        packed = data.dtype == np.uint8
-        if packed != (scale is not None):
-            raise ConfigError(f"matrix: expected {wanted}; found {_describe(data)} with scales {_describe(scale)}")
-        if packed:
-            groups = data.shape[1] // 16
-            if data.shape[1] % 16:
-                raise ConfigError(f"matrix: expected packed rows of whole groups of 16 bytes; found {_describe(data)}")
-            _array("scale", scale, (data.shape[0], groups), np.uint8)
-            self.m.scale = <const uint8_t*><uintptr_t>scale.__array_interface__["data"][0]
-        self.m.dtype = K3_MXFP4 if packed else K3_BF16 if data.dtype == np.uint16 else K3_F32
-        self.m.rows = data.shape[0]
-        self.m.cols = data.shape[1] * 2 if packed else data.shape[1]
-        self.m.data = <const void*><uintptr_t>data.__array_interface__["data"][0]
-        self.data, self.scale = data, scale
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(out, in)."""
-        return self.m.rows, self.m.cols
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights and scales."""
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
-
-
-cdef class _Pass:
-    """Rows laid out in segments, and the tables that the ops look them up in; alive for one call."""
-
-    cdef k3_pass job
-    cdef k3_segment* segments
-    cdef k3_kda_state* now
-    cdef k3_kda_state* next
-    cdef void** pages
-    cdef list counts
-
-    def __cinit__(self, int64_t rows, counts, positions=None):
-        cdef int64_t i, row = 0
-        self.counts = [rows] if counts is None else [int(c) for c in counts]
-        starts = [0] * len(self.counts) if positions is None else [int(p) for p in positions]
-        if min(self.counts, default=0) < 1 or sum(self.counts) != rows:
-            raise ConfigError(f"counts: expected positive numbers that add up to {rows} rows; found {self.counts}")
-        if len(starts) != len(self.counts) or min(starts) < 0:
-            raise ConfigError(f"positions: expected {len(self.counts)} numbers of at least 0; found {starts}")
-        n = len(self.counts)
-        self.segments = <k3_segment*>calloc(n, sizeof(k3_segment))
-        self.now = <k3_kda_state*>calloc(n, sizeof(k3_kda_state))
-        self.next = <k3_kda_state*>calloc(n, sizeof(k3_kda_state))
-        if self.segments == NULL or self.now == NULL or self.next == NULL:
-            raise MemoryError("could not allocate the segments of a call")
-        for i in range(n):
-            self.segments[i].row = row
-            self.segments[i].rows = self.counts[i]
-            self.segments[i].position = starts[i]
-            self.segments[i].now = self.now + i
-            self.segments[i].next = self.next + i
-            self.segments[i].bad_sublayer = K3_NO_BAD_SUBLAYER
-            row += self.segments[i].rows
-        self.job.rows = rows
-        self.job.n_segments = n
-        self.job.segments = self.segments
-        self.job.page_rows = 1
-
-    def __dealloc__(self):
-        free(self.pages)
-        free(self.next)
-        free(self.now)
-        free(self.segments)
-
-    cdef int bind_pages(self, pages, int64_t layer, int64_t stride, bint written) except -1:
-        """Takes each segment's list of pages, arrays [layers, page_rows, stride], float32 or BF16 as uint16."""
-        cdef int64_t i, at = 0
-        if len(pages) != self.job.n_segments or not all(len(p) for p in pages):
-            raise ConfigError(f"pages: expected a list of pages for each of {self.job.n_segments} segments")
-        first = pages[0][0]
-        if not isinstance(first, np.ndarray) or first.ndim != 3 or first.dtype not in (np.float32, np.uint16):
-            raise ConfigError(f"pages: expected float32 or uint16[layers, rows, {stride}]; found {_describe(first)}")
-        if not 0 <= layer < first.shape[0]:
-            raise ConfigError(f"layer: expected 0 to {first.shape[0] - 1}; found {layer}")
-        self.job.page_rows = first.shape[1]
-        self.job.latent_dtype = K3_BF16 if first.dtype == np.uint16 else K3_F32
-        self.pages = <void**>calloc(sum(len(p) for p in pages), sizeof(void*))
-        if self.pages == NULL:
-            raise MemoryError("could not allocate the page tables of a call")
-        for i in range(self.job.n_segments):
-            self.segments[i].pages = self.pages + at
-            end = self.segments[i].position + self.segments[i].rows
-            if end > len(pages[i]) * first.shape[1]:
-                raise ConfigError(f"pages: segment {i} needs room for {end} positions; found {len(pages[i]) * first.shape[1]}")
-            for page in pages[i]:
-                _array("page", page, (first.shape[0], first.shape[1], stride), first.dtype)
-                if written and not page.flags.writeable:
-                    raise ConfigError("page: expected an array that can be written")
-                self.pages[at] = <void*><uintptr_t>page.ctypes.data
-                at += 1
-        return 0
-
-    def bad(self) -> list[int | None]:
-        """The sub-layer noted for each segment, or None."""
-        return [None if self.segments[i].bad_sublayer == K3_NO_BAD_SUBLAYER else self.segments[i].bad_sublayer
-                for i in range(self.job.n_segments)]
 
 
 cdef class Kernels:
@@ -196,7 +81,7 @@ cdef class Kernels:
     cdef readonly str isa
     cdef readonly int64_t rows
     cdef readonly bint poisoned
-    cdef bint holding
+    cdef bint holding                   # of the thread pool
 
     def __cinit__(self, isa=None, int threads=1, int64_t rows=64, bint poisoned=False, **dims):
         unknown = set(dims) - set(DIMS)
@@ -220,7 +105,7 @@ cdef class Kernels:
         self.cpu.x = <float*>aligned(self.cpu.x_floats * 4)
         self.cpu.work = <float*>aligned(self.cpu.work_floats * 4)
         self.cpu.list = <int64_t*>aligned(self.cpu.list_items * 8)
-        hold_pool()
+        pool_hold()
         self.holding = True
 
     def __dealloc__(self):
@@ -228,7 +113,8 @@ cdef class Kernels:
         free(self.cpu.work)
         free(self.cpu.x)
         if self.holding:
-            release_pool()
+            with nogil:
+                pool_release()
 
     def _set_dims(self, v):
         d = &self.d
@@ -271,23 +157,23 @@ cdef class Kernels:
     cdef int64_t count(self, str name, array) except -1:
         """Rows of an activation array, which must fit."""
         if not isinstance(array, np.ndarray) or array.ndim < 1 or not 1 <= array.shape[0] <= self.rows:
-            raise ConfigError(f"{name}: expected an array of 1 to {self.rows} rows; found {_describe(array)}")
+            raise ConfigError(f"{name}: expected an array of 1 to {self.rows} rows; found {describe(array)}")
         return array.shape[0]
 
     def embed(self, Matrix table not None, tokens, embeddings=None) -> np.ndarray:
         """Rows of ``table`` for tokens int32[R]; -1 takes the row of ``embeddings`` float32[R, d]."""
         cdef int64_t R = self.count("tokens", tokens)
-        _expect(table, "table", (self.d.vocab_size, self.d.hidden_size))
+        expect(table, "table", (self.d.vocab_size, self.d.hidden_size))
         if table.m.dtype == K3_MXFP4:
             raise ConfigError("table: expected float32 or BF16; found MXFP4")
-        _array("tokens", tokens, (R,), np.int32)
+        check_array("tokens", tokens, (R,), np.int32)
         low = 0 if embeddings is None else -1
         if not (low <= tokens.min() and tokens.max() < self.d.vocab_size):
             raise ConfigError(f"tokens: expected {low} to {self.d.vocab_size - 1}; found {tokens.min()} to {tokens.max()}")
         s = _out((R, self.d.hidden_size))
-        e = _floats("embeddings", embeddings, (R, self.d.hidden_size)) if embeddings is not None else NULL
+        e = floats("embeddings", embeddings, (R, self.d.hidden_size)) if embeddings is not None else NULL
         mode = self.begin()
-        status = self.table.embed(self.table.ctx, &self.d, &table.m, <const int32_t*>_at(tokens), e, _at(s), R)
+        status = self.table.embed(self.table.ctx, &self.d, &table.m, <const int32_t*>at(tokens), e, at(s), R)
         self.end(mode, status)
         return s
 
@@ -295,18 +181,18 @@ cdef class Kernels:
         """The mix of bank float32[n, R, d] and s float32[R, d], its norm, and the weights; rows ``take`` int64[r] of it."""
         cdef int64_t R = self.count("s", s), d = self.d.hidden_size, n = len(bank), rows = R
         cdef const int64_t* which = NULL
-        _array("bank", bank, (n, R, d), np.float32)
+        check_array("bank", bank, (n, R, d), np.float32)
         if take is not None:
             rows = self.count("take", take)
-            _array("take", take, (rows,), np.int64)
+            check_array("take", take, (rows,), np.int64)
             if not (0 <= take.min() and take.max() < R):
                 raise ConfigError(f"take: expected rows 0 to {R - 1}; found {take.min()} to {take.max()}")
-            which = <const int64_t*>_at(take)
+            which = <const int64_t*>at(take)
         h, x, weights = _out((rows, d)), _out((rows, d)), _out((rows, n + 1))
-        p_s, p_u, p_norm = _floats("s", s, (R, d)), _floats("u", u, (d,)), _floats("norm", norm, (d,))
+        p_s, p_u, p_norm = floats("s", s, (R, d)), floats("u", u, (d,)), floats("norm", norm, (d,))
         mode = self.begin()
-        status = self.table.attn_res(self.table.ctx, &self.d, _at(bank), n, R, p_s, p_u, p_norm, which,
-                                     _at(h), _at(x), _at(weights), rows)
+        status = self.table.attn_res(self.table.ctx, &self.d, at(bank), n, R, p_s, p_u, p_norm, which,
+                                     at(h), at(x), at(weights), rows)
         self.end(mode, status)
         return h, x, weights
 
@@ -329,8 +215,8 @@ cdef class Kernels:
             y = _out((R, w.m.rows))
             results.append(y)
             jobs[i].w = &w.m
-            jobs[i].x = _floats("x", inputs[i], (R, w.m.cols))
-            jobs[i].y = _at(y)
+            jobs[i].x = floats("x", inputs[i], (R, w.m.cols))
+            jobs[i].y = at(y)
             jobs[i].ldx = w.m.cols
             jobs[i].ldy = w.m.rows
         mode = self.begin()
@@ -342,21 +228,21 @@ cdef class Kernels:
     def gate_up(self, Matrix gate not None, Matrix up not None, x) -> np.ndarray:
         """SiTU(x gate^T, x up^T)."""
         cdef int64_t R = self.count("x", x)
-        _expect(up, "up", gate.shape)
-        p_x = _floats("x", x, (R, gate.m.cols))
+        expect(up, "up", gate.shape)
+        p_x = floats("x", x, (R, gate.m.cols))
         h = _out((R, gate.m.rows))
         mode = self.begin()
-        status = self.table.gate_up(self.table.ctx, &self.d, &gate.m, &up.m, p_x, _at(h), R)
+        status = self.table.gate_up(self.table.ctx, &self.d, &gate.m, &up.m, p_x, at(h), R)
         self.end(mode, status)
         return h
 
     def rms_norm(self, x, norm, float eps) -> np.ndarray:
         """x * norm / sqrt(mean(x^2) + eps), row by row."""
         cdef int64_t R = self.count("x", x), n = norm.shape[0]
-        p_x, p_norm = _floats("x", x, (R, n)), _floats("norm", norm, (n,))
+        p_x, p_norm = floats("x", x, (R, n)), floats("norm", norm, (n,))
         y = _out((R, n))
         mode = self.begin()
-        status = self.table.rms_norm(self.table.ctx, p_x, n, p_norm, eps, _at(y), n, R, n)
+        status = self.table.rms_norm(self.table.ctx, p_x, n, p_norm, eps, at(y), n, R, n)
         self.end(mode, status)
         return y
 
@@ -364,17 +250,17 @@ cdef class Kernels:
         """q, k, v after convolution, SiLU and norm, and the new windows; ``windows`` is float32[segments, 3, K - 1, C]."""
         cdef int64_t R = self.count("q", q), K = self.d.conv_kernel, C = self.d.kda_num_heads * self.d.kda_head_k, i
         cdef k3_kda w
-        cdef _Pass p = _Pass(R, counts)
+        cdef Rows p = Rows(R, counts)
         memset(&w, 0, sizeof(w))
-        w.conv1d = _floats("conv1d", conv1d, (3, K, C))
-        p_q, p_k, p_v = _floats("q", q, (R, C)), _floats("k", k, (R, C)), _floats("v", v, (R, C))
-        _array("windows", windows, (p.job.n_segments, 3, K - 1, C), np.float32)
+        w.conv1d = floats("conv1d", conv1d, (3, K, C))
+        p_q, p_k, p_v = floats("q", q, (R, C)), floats("k", k, (R, C)), floats("v", v, (R, C))
+        check_array("windows", windows, (p.job.n_segments, 3, K - 1, C), np.float32)
         y = [_out((R, C)), _out((R, C)), _out((R, C)), _out(windows.shape)]
         for i in range(p.job.n_segments):
-            p.now[i].conv = _at(windows) + i * 3 * (K - 1) * C
-            p.next[i].conv = _at(y[3]) + i * 3 * (K - 1) * C
+            p.now[i].conv = at(windows) + i * 3 * (K - 1) * C
+            p.next[i].conv = at(y[3]) + i * 3 * (K - 1) * C
         mode = self.begin()
-        status = self.table.kda_conv(self.table.ctx, &self.d, &w, &p.job, 0, p_q, p_k, p_v, _at(y[0]), _at(y[1]), _at(y[2]))
+        status = self.table.kda_conv(self.table.ctx, &self.d, &w, &p.job, 0, p_q, p_k, p_v, at(y[0]), at(y[1]), at(y[2]))
         self.end(mode, status)
         return tuple(y)
 
@@ -383,28 +269,28 @@ cdef class Kernels:
         cdef int64_t R = self.count("f", f), H = self.d.kda_num_heads, C = H * self.d.kda_head_k
         cdef k3_kda w
         memset(&w, 0, sizeof(w))
-        w.A, w.dt_bias = _floats("A", A, (H,)), _floats("dt_bias", dt_bias, (C,))
-        _array("f", f, (R, C), np.float32)
-        _array("b", b, (R, H), np.float32)
+        w.A, w.dt_bias = floats("A", A, (H,)), floats("dt_bias", dt_bias, (C,))
+        check_array("f", f, (R, C), np.float32)
+        check_array("b", b, (R, H), np.float32)
         alpha, beta = f.copy(), b.copy()
         mode = self.begin()
-        status = self.table.kda_gates(self.table.ctx, &self.d, &w, _at(alpha), _at(beta), R)
+        status = self.table.kda_gates(self.table.ctx, &self.d, &w, at(alpha), at(beta), R)
         self.end(mode, status)
         return alpha, beta
 
     def kda_recurrence(self, q, k, v, alpha, beta, state, counts=None) -> tuple[np.ndarray, np.ndarray]:
         """o [R, H * V] and the new state, of q, k, alpha [R, H * K], v [R, H * V], beta [R, H]; ``state`` [segments, H, K, V]."""
         cdef int64_t R = self.count("q", q), H = self.d.kda_num_heads, K = self.d.kda_head_k, V = self.d.kda_head_v, i
-        cdef _Pass p = _Pass(R, counts)
-        p_q, p_k, p_a = _floats("q", q, (R, H * K)), _floats("k", k, (R, H * K)), _floats("alpha", alpha, (R, H * K))
-        p_v, p_b = _floats("v", v, (R, H * V)), _floats("beta", beta, (R, H))
-        _array("state", state, (p.job.n_segments, H, K, V), np.float32)
+        cdef Rows p = Rows(R, counts)
+        p_q, p_k, p_a = floats("q", q, (R, H * K)), floats("k", k, (R, H * K)), floats("alpha", alpha, (R, H * K))
+        p_v, p_b = floats("v", v, (R, H * V)), floats("beta", beta, (R, H))
+        check_array("state", state, (p.job.n_segments, H, K, V), np.float32)
         o, after = _out((R, H * V)), _out(state.shape)
         for i in range(p.job.n_segments):
-            p.now[i].state = _at(state) + i * H * K * V
-            p.next[i].state = _at(after) + i * H * K * V
+            p.now[i].state = at(state) + i * H * K * V
+            p.next[i].state = at(after) + i * H * K * V
         mode = self.begin()
-        status = self.table.kda_recurrence(self.table.ctx, &self.d, &p.job, 0, p_q, p_k, p_v, p_a, p_b, _at(o))
+        status = self.table.kda_recurrence(self.table.ctx, &self.d, &p.job, 0, p_q, p_k, p_v, p_a, p_b, at(o))
         self.end(mode, status)
         return o, after
 
@@ -413,24 +299,24 @@ cdef class Kernels:
         cdef int64_t R = self.count("o", o), V = self.d.kda_head_v, W = self.d.kda_num_heads * V
         cdef k3_kda w
         memset(&w, 0, sizeof(w))
-        w.o_norm = _floats("o_norm", o_norm, (V,))
-        p_g = _floats("g", g, (R, W))
-        _array("o", o, (R, W), np.float32)
+        w.o_norm = floats("o_norm", o_norm, (V,))
+        p_g = floats("g", g, (R, W))
+        check_array("o", o, (R, W), np.float32)
         y = o.copy()
         mode = self.begin()
-        status = self.table.kda_output(self.table.ctx, &self.d, &w, _at(y), p_g, R)
+        status = self.table.kda_output(self.table.ctx, &self.d, &w, at(y), p_g, R)
         self.end(mode, status)
         return y
 
     def mla_rope(self, q, kva, positions, counts=None) -> tuple[np.ndarray, np.ndarray]:
         """q [R, H * (nope + rope)] and kva [R, kv_lora + rope] with their rope channels rotated."""
         cdef int64_t R = self.count("q", q), rope = self.d.qk_rope_head_dim
-        cdef _Pass p = _Pass(R, counts, positions)
-        _array("q", q, (R, self.d.num_attention_heads * (self.d.qk_nope_head_dim + rope)), np.float32)
-        _array("kva", kva, (R, self.d.kv_lora_rank + rope), np.float32)
+        cdef Rows p = Rows(R, counts, positions)
+        check_array("q", q, (R, self.d.num_attention_heads * (self.d.qk_nope_head_dim + rope)), np.float32)
+        check_array("kva", kva, (R, self.d.kv_lora_rank + rope), np.float32)
         y, z = q.copy(), kva.copy()
         mode = self.begin()
-        status = self.table.mla_rope(self.table.ctx, &self.d, &p.job, _at(y), _at(z))
+        status = self.table.mla_rope(self.table.ctx, &self.d, &p.job, at(y), at(z))
         self.end(mode, status)
         return y, z
 
@@ -438,10 +324,10 @@ cdef class Kernels:
         """Writes rms(kva; norm [kv_lora]) and the rope channels to ``pages``: a list of pages for each segment."""
         cdef int64_t R = self.count("kva", kva)
         cdef k3_mla w
-        cdef _Pass p = _Pass(R, counts, positions)
+        cdef Rows p = Rows(R, counts, positions)
         memset(&w, 0, sizeof(w))
-        w.kv_a_layernorm = _floats("norm", norm, (self.d.kv_lora_rank,))
-        p_kva = _floats("kva", kva, (R, self.d.kv_lora_rank + self.d.qk_rope_head_dim))
+        w.kv_a_layernorm = floats("norm", norm, (self.d.kv_lora_rank,))
+        p_kva = floats("kva", kva, (R, self.d.kv_lora_rank + self.d.qk_rope_head_dim))
         p.bind_pages(pages, layer, self.d.latent_stride, True)
         mode = self.begin()
         status = self.table.mla_append(self.table.ctx, &self.d, &w, &p.job, layer, p_kva)
@@ -453,22 +339,22 @@ cdef class Kernels:
         cdef k3_mla w
         memset(&w, 0, sizeof(w))
         w.kv_b_proj = self._kv_b(kv_b)
-        p_q = _floats("q", q, (R, H * (self.d.qk_nope_head_dim + self.d.qk_rope_head_dim)))
+        p_q = floats("q", q, (R, H * (self.d.qk_nope_head_dim + self.d.qk_rope_head_dim)))
         qa = _out((R, H, self.d.latent_stride))
         mode = self.begin()
-        status = self.table.mla_absorb(self.table.ctx, &self.d, &w, p_q, _at(qa), R)
+        status = self.table.mla_absorb(self.table.ctx, &self.d, &w, p_q, at(qa), R)
         self.end(mode, status)
         return qa
 
     def mla_attend(self, qa, pages, positions, counts=None, int64_t layer=0) -> np.ndarray:
         """Attention of qa [R, H, latent_stride] over the pages up to each row's own position: [R, H, kv_lora]."""
         cdef int64_t R = self.count("qa", qa), H = self.d.num_attention_heads
-        cdef _Pass p = _Pass(R, counts, positions)
-        p_qa = _floats("qa", qa, (R, H, self.d.latent_stride))
+        cdef Rows p = Rows(R, counts, positions)
+        p_qa = floats("qa", qa, (R, H, self.d.latent_stride))
         p.bind_pages(pages, layer, self.d.latent_stride, False)
         oa = _out((R, H, self.d.kv_lora_rank))
         mode = self.begin()
-        status = self.table.mla_attend(self.table.ctx, &self.d, &p.job, layer, p_qa, _at(oa))
+        status = self.table.mla_attend(self.table.ctx, &self.d, &p.job, layer, p_qa, at(oa))
         self.end(mode, status)
         return oa
 
@@ -478,16 +364,16 @@ cdef class Kernels:
         cdef k3_mla w
         memset(&w, 0, sizeof(w))
         w.kv_b_proj = self._kv_b(kv_b)
-        p_oa = _floats("oa", oa, (R, H, self.d.kv_lora_rank))
-        p_g = _floats("g", g, (R, H * self.d.v_head_dim)) if g is not None else NULL
+        p_oa = floats("oa", oa, (R, H, self.d.kv_lora_rank))
+        p_g = floats("g", g, (R, H * self.d.v_head_dim)) if g is not None else NULL
         o = _out((R, H * self.d.v_head_dim))
         mode = self.begin()
-        status = self.table.mla_unabsorb(self.table.ctx, &self.d, &w, p_oa, p_g, _at(o), R)
+        status = self.table.mla_unabsorb(self.table.ctx, &self.d, &w, p_oa, p_g, at(o), R)
         self.end(mode, status)
         return o
 
     cdef k3_matrix _kv_b(self, Matrix w) except *:
-        _expect(w, "kv_b", (self.d.num_attention_heads * (self.d.qk_nope_head_dim + self.d.v_head_dim), self.d.kv_lora_rank))
+        expect(w, "kv_b", (self.d.num_attention_heads * (self.d.qk_nope_head_dim + self.d.v_head_dim), self.d.kv_lora_rank))
         if w.m.dtype == K3_MXFP4:
             raise ConfigError("kv_b: expected float32 or BF16; found MXFP4")
         return w.m
@@ -495,11 +381,11 @@ cdef class Kernels:
     def route(self, logits, bias) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32[R, T], ascending, and weights [R, T] of the chosen experts; logits [R, E], bias [E]."""
         cdef int64_t R = self.count("logits", logits), E = self.d.num_experts
-        p_logits, p_bias = _floats("logits", logits, (R, E)), _floats("bias", bias, (E,))
+        p_logits, p_bias = floats("logits", logits, (R, E)), floats("bias", bias, (E,))
         ids = np.full((R, self.d.num_experts_per_token), -1, np.int32)
         weights = _out(ids.shape)
         mode = self.begin()
-        status = self.table.route(self.table.ctx, &self.d, p_logits, p_bias, <int32_t*>_at(ids), _at(weights), R)
+        status = self.table.route(self.table.ctx, &self.d, p_logits, p_bias, <int32_t*>at(ids), at(weights), R)
         self.end(mode, status)
         return ids, weights
 
@@ -511,15 +397,15 @@ cdef class Kernels:
         cdef Matrix one
         cdef k3_matrix* all_of_them
         memset(&w, 0, sizeof(w))
-        p_z, p_weights = _floats("z", z, (R, latent)), _floats("weights", weights, (R, T))
-        _array("ids", ids, (R, T), np.int32)
+        p_z, p_weights = floats("z", z, (R, latent)), floats("weights", weights, (R, T))
+        check_array("ids", ids, (R, T), np.int32)
         if not (0 <= ids.min() and ids.max() < E):
             raise ConfigError(f"ids: expected 0 to {E - 1}; found {ids.min()} to {ids.max()}")
         if not len(w1) == len(w2) == len(w3) == E:
             raise ConfigError(f"experts: expected {E} matrices of each kind; found {len(w1)}, {len(w2)} and {len(w3)}")
         for e in range(E):
             for name, one in (("w1", w1[e]), ("w2", w2[e]), ("w3", w3[e])):
-                _expect(one, name, (latent, inner) if name == "w2" else (inner, latent))
+                expect(one, name, (latent, inner) if name == "w2" else (inner, latent))
                 if one.m.dtype != (<Matrix>w1[0]).m.dtype:
                     raise ConfigError(f"experts: expected one dtype for all experts of a layer; found another at {name} of {e}")
         u = _out((R, latent))
@@ -531,7 +417,7 @@ cdef class Kernels:
                 all_of_them[which * E + e] = (<Matrix>each[e]).m
         w.w1, w.w2, w.w3 = all_of_them, all_of_them + E, all_of_them + 2 * E
         mode = self.begin()
-        status = self.table.experts(self.table.ctx, &self.d, &w, p_z, <const int32_t*>_at(ids), p_weights, _at(u), R)
+        status = self.table.experts(self.table.ctx, &self.d, &w, p_z, <const int32_t*>at(ids), p_weights, at(u), R)
         free(all_of_them)
         self.end(mode, status)
         return u
@@ -539,57 +425,28 @@ cdef class Kernels:
     def residual(self, s, a, b=None, bint restart=False, int32_t sublayer=0, counts=None) -> tuple[np.ndarray, list[int | None]]:
         """s + (a + b), or a + b with ``restart``; and for each segment ``sublayer`` where that is not finite, else None."""
         cdef int64_t R = self.count("s", s), d = s.shape[1] if s.ndim == 2 else 0
-        cdef _Pass p = _Pass(R, counts)
-        p_a = _floats("a", a, (R, d))
-        p_b = _floats("b", b, (R, d)) if b is not None else NULL
-        _array("s", s, (R, d), np.float32)
+        cdef Rows p = Rows(R, counts)
+        p_a = floats("a", a, (R, d))
+        p_b = floats("b", b, (R, d)) if b is not None else NULL
+        check_array("s", s, (R, d), np.float32)
         y = s.copy()
         mode = self.begin()
-        status = self.table.residual(self.table.ctx, &p.job, _at(y), p_a, p_b, restart, sublayer, d)
+        status = self.table.residual(self.table.ctx, &p.job, at(y), p_a, p_b, restart, sublayer, d)
         self.end(mode, status)
         return y, p.bad()
 
     def finite(self, x, owner, int64_t segments, int32_t sublayer=0) -> list[int | None]:
         """For each segment ``sublayer`` where one of its rows of x [R, n] is not finite, else None; owner int64[R]."""
         cdef int64_t R = self.count("x", x), n = x.shape[1] if x.ndim == 2 else 0
-        cdef _Pass p = _Pass(segments, [1] * segments)
-        p_x = _floats("x", x, (R, n))
-        _array("owner", owner, (R,), np.int64)
+        cdef Rows p = Rows(segments, [1] * segments)
+        p_x = floats("x", x, (R, n))
+        check_array("owner", owner, (R,), np.int64)
         if not (0 <= owner.min() and owner.max() < segments):
             raise ConfigError(f"owner: expected 0 to {segments - 1}; found {owner.min()} to {owner.max()}")
         mode = self.begin()
-        status = self.table.finite(self.table.ctx, &p.job, p_x, <const int64_t*>_at(owner), sublayer, R, n)
+        status = self.table.finite(self.table.ctx, &p.job, p_x, <const int64_t*>at(owner), sublayer, R, n)
         self.end(mode, status)
         return p.bad()
-
-
-def _describe(array) -> str:
-    if isinstance(array, np.ndarray):
-        return f"{array.dtype}{list(array.shape)}" + ("" if array.flags.c_contiguous else ", not C-contiguous")
-    return type(array).__name__
-
-
-cdef int _array(str name, array, tuple shape, dtype) except -1:
-    """ConfigError unless the array has that shape and dtype, and lies in one aligned piece."""
-    good = isinstance(array, np.ndarray) and array.dtype == dtype and array.shape == shape
-    if not good or not array.flags.c_contiguous or not array.flags.aligned:
-        raise ConfigError(f"{name}: expected a C-contiguous {np.dtype(dtype)}{list(shape)}; found {_describe(array)}")
-    return 0
-
-
-cdef float* _at(array) except? NULL:
-    return <float*><uintptr_t>array.__array_interface__["data"][0]
-
-
-cdef float* _floats(str name, array, tuple shape) except? NULL:
-    _array(name, array, shape, np.float32)
-    return _at(array)
-
-
-cdef int _expect(Matrix w, str name, tuple shape) except -1:
-    if w.shape != shape:
-        raise ConfigError(f"{name}: expected a matrix [out, in] of {list(shape)}; found {list(w.shape)}")
-    return 0
 
 
 def _out(shape) -> np.ndarray:

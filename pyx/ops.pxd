@@ -13,5 +13,7 @@ cdef class CpuOps:
 cdef void* aligned(int64_t nbytes) except NULL
 cdef int op_table(str isa, k3_ops* table) except -1
 cdef void buffer_sizes(const k3_dims* dims, int64_t rows, int64_t* x, int64_t* work, int64_t* items) noexcept nogil
+cdef void pool_hold() noexcept nogil
+cdef void pool_release() noexcept nogil
 cdef unsigned int float_mode_enter() noexcept nogil
 cdef void float_mode_leave(unsigned int before) noexcept nogil

@@ -66,6 +66,16 @@ def read_memory(address: int, int64_t nbytes, int threads) -> int:
     return nbytes
 
 
+cdef void pool_hold() noexcept nogil:
+    """hold_pool() for objects that may outlive their module's names."""
+    k3_pool_hold()
+
+
+cdef void pool_release() noexcept nogil:
+    """release_pool() for the same; without the GIL, since it joins threads."""
+    k3_pool_release()
+
+
 def best_isa() -> str:
     """The best instruction set that this processor and this build share: "base", "avx2" or "avx512"."""
     return ISAS[k3_cpu_best_isa()]

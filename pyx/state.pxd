@@ -38,5 +38,10 @@ cdef class K3CpuFallbackState:
     cdef int32_t mixer_index
 
 
+cdef class Owner:
+    cdef str name
+    cdef bint busy
+
+
 cdef k3_kda_state* allocate_kda(Weights weights) except? NULL
 cdef void free_kda(k3_kda_state* states) noexcept

@@ -16,7 +16,7 @@ from k3session._core.c_ops cimport K3_BF16, K3_F32, k3_kda_state
 from k3session._core.ops cimport aligned
 from k3session._core.weights cimport Weights
 
-from k3session.errors import SnapshotMismatchError
+from k3session.errors import SessionBusyError, SnapshotMismatchError
 
 cdef int64_t SLAB_BYTES = 8 << 20       # what one allocation of latent pages aims at, once a session is that long
 
@@ -287,3 +287,28 @@ cdef int _copy(array, float* memory, bint out) except -1:
     else:
         memcpy(memory, <void*><uintptr_t>array.ctypes.data, n)
     return 0
+
+
+cdef class Owner:
+    """``with owner:`` admits one user at a time; a second one gets SessionBusyError instead of waiting.
+
+    Compiled, so that between taking and giving back there is no bytecode in which Ctrl-C could be raised.
+    """
+
+    def __cinit__(self, str name):
+        self.name = name
+        self.busy = False
+
+    def __enter__(self):
+        if self.busy:
+            raise SessionBusyError(
+                f"{self.name} is in use by another call: give each thread a session of its own, or cancel() that call")
+        self.busy = True
+        return self
+
+    def __exit__(self, *exc):
+        self.busy = False
+
+    def disown(self) -> None:
+        """In the child of a fork: the thread that was inside does not exist here."""
+        self.busy = False

@@ -14,10 +14,12 @@ import k3session as k3
 from k3session.synth import synth
 
 # The same examples every time where a change is judged; new ones, and many more, where time is no matter (K3_SOAK=1).
+# Explaining a failure would take far longer than finding it.
+PHASES = [p for p in hypothesis.Phase if p is not hypothesis.Phase.explain]
 hypothesis.settings.register_profile(
-    "ci", max_examples=15, derandomize=True, database=None, deadline=None, print_blob=True
+    "ci", max_examples=15, derandomize=True, database=None, deadline=None, phases=PHASES, print_blob=True
 )
-hypothesis.settings.register_profile("soak", max_examples=1000, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("soak", max_examples=1000, deadline=None, phases=PHASES, print_blob=True)
 hypothesis.settings.load_profile("soak" if FULL else "ci")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from golden_data import Tensor
+from golden_data import Tensor, relative
 from ops_tools import ISAS
 
 from k3session._core.decoder import Decoder, Scratch, Taps
@@ -111,13 +111,14 @@ class Core:
         inner = {k: np.concatenate([t[k] for t in traces]) for k in traces[0]} if traces else {}
         return Run(logits, inner, timeline)
 
-    def step_all(self, timelines: Sequence[Any], tokens: Sequence[int]) -> Tensor:
-        """One pass of one row for each of several timelines; their logits, in order."""
-        logits = np.full((len(tokens), self.config.vocab_size), np.nan, np.float32)
-        ids = np.asarray(tokens, np.int32)
-        bad = self.decoder.forward(self.scratch, list(timelines), [1] * len(tokens), ids, None, logits)
+    def batch(self, timelines: Sequence[Any], tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        """One pass over some tokens for each of several timelines; the logits of all rows, by timeline."""
+        takes = [len(t) for t in tokens]
+        ids = np.concatenate([np.asarray(t, np.int32) for t in tokens])
+        logits = np.full((len(ids), self.config.vocab_size), np.nan, np.float32)
+        bad = self.decoder.forward(self.scratch, list(timelines), takes, ids, None, logits, True)
         assert bad is None
-        return logits
+        return np.split(logits, np.cumsum(takes)[:-1])
 
 
 @contextmanager
@@ -175,6 +176,29 @@ class Judge(Reference):
         return super().route(name, x, routes)
 
 
+class Shaken(Judge):
+    """The same, off by the rounding of a float32 sum after every matrix, norm and convolution: how well conditioned
+    a model is.  What float32 cannot hold, such as a query that is all but orthogonal to its key, moves here as well.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, seed: int = 0) -> None:
+        super().__init__(checkpoint)
+        self.rng = np.random.default_rng(seed)
+
+    def shake(self, x: Array) -> Array:
+        size = np.maximum(np.abs(x), np.sqrt(np.mean(x * x, -1, keepdims=True)))
+        return x + size * self.rng.uniform(-(2.0**-22), 2.0**-22, x.shape)
+
+    def linear(self, x: Array, name: str) -> Array:
+        return self.shake(super().linear(x, name))
+
+    def norm(self, x: Array, name: str) -> Array:
+        return self.shake(super().norm(x, name))
+
+    def short_conv(self, name: str, raw: Array, window: Array) -> Array:
+        return self.shake(super().short_conv(name, raw, window))
+
+
 @dataclass
 class Judgement:
     """The reference over the routes of the core."""
@@ -185,14 +209,61 @@ class Judgement:
     ties: int
 
 
-def judge(checkpoint: Checkpoint, tokens: Tensor | Sequence[int], run: Run) -> Judgement:
+def judge(
+    checkpoint: Checkpoint,
+    tokens: Tensor | Sequence[int],
+    run: Run,
+    *,
+    chunk: int = 512,
+    cls: type[Judge] = Judge,
+) -> Judgement:
     """Run the reference over the experts that the core has chosen; every clear choice must be its own as well."""
-    model = Judge(checkpoint)
-    taps: dict[str, Tensor] = {}
+    model = cls(checkpoint)
     state = model.new_state()
-    logits = model.forward(np.asarray(tokens), state, taps=taps, routes=run.taps["route_ids"])
-    assert not model.disputed
-    return Judgement(logits, taps, state, model.ties)
+    logits, traces = [], []
+    for i in range(0, len(tokens), chunk):
+        part = slice(i, i + chunk)
+        taps: dict[str, Tensor] = {}
+        ids = run.taps["route_ids"][part]
+        logits.append(model.forward(np.asarray(tokens[part]), state, taps=taps, routes=ids))
+        traces.append(taps)
+    assert cls is not Judge or not model.disputed
+    inner = {k: np.concatenate([t[k] for t in traces]) for k in traces[0]}
+    return Judgement(np.concatenate(logits), inner, state, model.ties)
+
+
+def disagreements(
+    c: Core, tokens: Tensor | Sequence[int], run: Run, tolerance: float = 2e-5
+) -> dict[str, str]:
+    """What of a run with taps is not within the tolerance of the reference: logits, inner values, state.
+
+    Where a model is so badly conditioned that float32 rounding moves a value by more, ten times that is granted.
+    """
+    found = _everything(c, inner_values(c, run), run.logits, run.state)
+    expected = _judged(c, judge(c.checkpoint, tokens, run))
+    errors = {k: relative(found[k], expected[k]) for k in found.keys() & expected.keys()}
+    assert "logits" in errors and len(errors) > c.config.num_hidden_layers
+    errors = {k: e for k, e in errors.items() if not e < tolerance}
+    if errors:
+        shaken = _judged(c, judge(c.checkpoint, tokens, run, cls=Shaken))
+        noise = {k: relative(shaken[k], expected[k]) for k in errors}
+        return {k: f"{e:.2e}, {noise[k]:.2e} by rounding" for k, e in errors.items() if not e < 10 * noise[k]}
+    return {}
+
+
+def _judged(c: Core, judgement: Judgement) -> dict[str, Tensor]:
+    states = [
+        {k: getattr(layer, k) for k in (("conv", "state") if c.config.is_kda(i) else ("latent",))}
+        for i, layer in enumerate(judgement.state.layers)
+    ]
+    return _everything(c, inner_expected(c.checkpoint, judgement.taps), judgement.logits, states)
+
+
+def _everything(
+    c: Core, inner: dict[str, Tensor], logits: Tensor, states: list[dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    arrays = {f"layers.{i}.{k}": a for i, layer in enumerate(states) for k, a in layer.items()}
+    return inner | arrays | {"logits": logits}
 
 
 def inner_values(c: Core, run: Run) -> dict[str, Tensor]:
@@ -236,7 +307,9 @@ def inner_expected(checkpoint: Checkpoint, taps: dict[str, Tensor]) -> dict[str,
     """The reference's taps (or the golden arrays, which have the same names) under the names of `inner_values`."""
     model = Reference(checkpoint)
     config = checkpoint.config
-    values = {k: np.asarray(v) for k, v in taps.items() if k not in ("route_ids", "route_wts", "margin")}
+    # Where channels are rotated, the core's query and row have been already.
+    left_out = {"route_ids", "route_wts", "margin", *([] if config.mla_use_nope else ["mla_q", "mla_kva"])}
+    values = {k: np.asarray(v) for k, v in taps.items() if k not in left_out}
     if "kda_q_conv" in values:
         shape = (*values["kda_q_conv"].shape[:2], config.kda_num_heads, config.kda_head_dim)
         flat = values["kda_q_conv"].shape

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from k3session._core.kernels import Kernels, Matrix
+from k3session._core.arguments import Matrix
+from k3session._core.kernels import Kernels
 from k3session._core.ops import ISAS as EVERY_ISA
 from k3session._core.ops import best_isa
 
@@ -48,7 +49,8 @@ def weight(rng: np.random.Generator, kind: str, out: int, columns: int, scale: f
     at = 1 if place else 0
     if kind == "mxfp4":
         packed = rng.integers(0, 256, (out, columns // 2), np.uint8)
-        codes = rng.integers(120, 131, (out, columns // 32), np.uint8)
+        middle = 126 + round(np.log2(scale))
+        codes = rng.integers(middle - 3, middle + 2, (out, columns // 32), np.uint8)
         return Weight(Matrix(moved(packed, at), codes), mxfp4_values(packed, codes))
     values = normal(rng, out, columns, scale=scale)
     if kind == "f32":
@@ -104,7 +106,9 @@ def product(x: Array, w: Array) -> tuple[Array, Array]:
     return x @ w.T, ROUNDING * (2 * (w.shape[1] // 16 + 2) + 6) * (np.abs(x) @ np.abs(w).T)
 
 
-def situ_product(x: Array, gate: Array, up: Array, beta: float = 4.0, linear_beta: float = 25.0) -> tuple[Array, Array]:
+def situ_product(
+    x: Array, gate: Array, up: Array, beta: float = 4.0, linear_beta: float = 25.0
+) -> tuple[Array, Array]:
     """SiTU(x gate^T, x up^T) in float64, and the largest error that follows from those of the two products."""
     (g, dg), (u, du) = product(x, gate), product(x, up)
     h = situ(g, u, beta, linear_beta)
@@ -118,7 +122,9 @@ def within(found: Array, expected: Array, bound: Array | float) -> None:
     excess = np.abs(found.astype(np.float64) - expected) - (np.asarray(bound) + 1e-37)
     at = np.unravel_index(np.argmax(np.where(np.isnan(excess), np.inf, excess)), excess.shape)
     good = excess[at] <= 0
-    assert good, f"at {tuple(map(int, at))}: {found[at]!r}, expected {expected[at]!r}, off by {excess[at]} too much"
+    assert good, (
+        f"at {tuple(map(int, at))}: {found[at]!r}, expected {expected[at]!r}, off by {excess[at]} too much"
+    )
 
 
 def near(found: Array, expected: Array, tolerance: float) -> None:

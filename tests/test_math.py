@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from ops_tools import Array, every_isa, make, same_bits, sigmoid, situ
 
-from k3session._core.kernels import Kernels, Matrix
+from k3session._core.arguments import Matrix
+from k3session._core.kernels import Kernels
 
 EXACT = 3e-7
 """Relative: a handful of roundings.  No function here is allowed to be worse."""
@@ -53,7 +54,9 @@ def test_sigmoid(isa: str) -> None:
 
 @every_isa
 def test_scalar_and_vector_forms_give_the_same_bits(isa: str) -> None:
-    x = np.concatenate([grid(-110, 110, 3000), np.array([0, -0.0, 1e-40, -1e-40, LARGEST, -LARGEST], np.float32)])
+    x = np.concatenate(
+        [grid(-110, 110, 3000), np.array([0, -0.0, 1e-40, -1e-40, LARGEST, -LARGEST], np.float32)]
+    )
     same_bits(sigmoid_vector(isa, x), sigmoid_scalar(isa, x))
 
 
@@ -132,7 +135,10 @@ def test_situ_is_bounded_for_any_input(isa: str) -> None:
     assert np.all(np.abs(found) <= 100)
     expected = situ(g.astype(np.float64), u.astype(np.float64))
     assert np.max(np.abs(found - expected)) < 1e-4
-    assert abs(float(Activation(isa)(np.full(128, 1e4, np.float32), np.full(128, -1e4, np.float32))[0]) + 100) < 1e-5
+    assert (
+        abs(float(Activation(isa)(np.full(128, 1e4, np.float32), np.full(128, -1e4, np.float32))[0]) + 100)
+        < 1e-5
+    )
 
 
 @every_isa
@@ -159,7 +165,9 @@ def test_cos_and_sin(isa: str, position: int) -> None:
     k = make(isa, qk_nope_head_dim=1, qk_rope_head_dim=rope, rope_theta=theta)
     q = np.concatenate([[0], np.ones(rope // 2), np.zeros(rope // 2)]).astype(np.float32)[None]
     turned = k.mla_rope(q, np.zeros((1, 16 + rope), np.float32), [position])[0][0, 1:]
-    angle = np.longdouble(position) * np.longdouble(theta) ** (-2 * np.arange(rope // 2, dtype=np.longdouble) / rope)
+    angle = np.longdouble(position) * np.longdouble(theta) ** (
+        -2 * np.arange(rope // 2, dtype=np.longdouble) / rope
+    )
     # Half a unit of the last place, and what a double frequency is off after so many positions.
     bound = 2**-25 + position * 2.0**-52
     assert np.max(np.abs(turned[: rope // 2] - np.cos(angle))) < bound

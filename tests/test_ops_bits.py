@@ -43,7 +43,8 @@ class Everything:
         self.x, self.s = normal(rng, R, d), normal(rng, R, d)
         self.tiny = normal(rng, R, d, scale=1e-38)
         self.bank, self.u, self.norm = normal(rng, 3, R, d), normal(rng, d, scale=0.1), normal(rng, d)
-        self.matrices = [weight(rng, kind, out, d).matrix for kind, out in (("bf16", 500), ("f32", 260), ("mxfp4", 700))]
+        outs = {"bf16": 500, "f32": 260, "mxfp4": 700}
+        self.matrices = [weight(rng, kind, out, d).matrix for kind, out in outs.items()]
         self.gate, self.up = (weight(rng, "bf16", 700, d, scale=0.1).matrix for _ in range(2))
         self.raw, self.taps = normal(rng, 3, R, H * D), normal(rng, 3, 4, H * D)
         self.windows = normal(rng, 3, 3, 3, H * D)
@@ -52,14 +53,15 @@ class Everything:
         self.v, self.state = normal(rng, R, H * 72), normal(rng, 3, H, D, 72)
         self.o_norm = normal(rng, 72)
         self.kva, self.latent_norm = normal(rng, R, L + ROPE), normal(rng, L)
-        self.past = normal(rng, 5002, 96)
+        self.past = normal(rng, 5056, 96)
         self.past[:, L + ROPE :] = 0
         self.q, self.g = normal(rng, R, H * (NOPE + ROPE)), normal(rng, R, H * V)
         self.kv_b = weight(rng, "bf16", H * (NOPE + V), L).matrix
         self.logits, self.router_bias = normal(rng, R, 30), normal(rng, 30, scale=0.1)
         self.z = normal(rng, R, 96)
         self.experts = [
-            [weight(rng, "mxfp4", *shape).matrix for _ in range(30)] for shape in ((160, 96), (96, 160), (160, 96))
+            [weight(rng, "mxfp4", *shape).matrix for _ in range(30)]
+            for shape in ((160, 96), (96, 160), (160, 96))
         ]
 
     def run(self, k: Kernels) -> dict[str, Array]:
@@ -76,7 +78,8 @@ class Everything:
         o, out["state"] = k.kda_recurrence(q, kk, self.v, out["alpha"], out["beta"], self.state, COUNTS)
         out |= {"q": q, "k": kk, "v": v, "o": o, "kda_output": k.kda_output(o, self.v, self.o_norm)}
         rotated, kva = k.mla_rope(self.q, self.kva, POSITIONS, COUNTS)
-        pages = [[self.past[i : i + 64][None].copy() for i in range(0, 4992, 64)] + [np.zeros((1, 64, 96), np.float32)]] * 3
+        table = [self.past[i : i + 64][None].copy() for i in range(0, 5056, 64)]
+        pages = [table] * 3
         k.mla_append(kva, self.latent_norm, pages, POSITIONS, COUNTS)
         out["appended"] = np.concatenate([pages[0][4][0, 44:45], pages[0][0][0, :17], pages[0][78][0, 8:10]])
         qa = k.mla_absorb(rotated, self.kv_b)

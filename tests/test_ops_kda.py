@@ -132,7 +132,9 @@ def test_softplus_decay(isa: str) -> None:
             g = -np.float64(np.float32(np.exp(A_log))) * np.logaddexp(0, z.astype(np.float64) + bias)
             alpha = gates(k, z, A_log, bias)
             normal_range = g > -80
-            assert np.max(np.abs(alpha / np.exp(g) - 1)[normal_range]) < 1e-5  # g itself is known to 80 * 2^-24
+            assert (
+                np.max(np.abs(alpha / np.exp(g) - 1)[normal_range]) < 1e-5
+            )  # g itself is known to 80 * 2^-24
             assert np.max(np.abs(alpha - np.exp(g))) < 5e-7
 
 
@@ -141,7 +143,8 @@ def test_gates_by_head_and_channel(isa: str) -> None:
     rng = np.random.default_rng(33)
     for heads, dim in HEADS:
         k = make(isa, rows=5, kda_num_heads=heads, kda_head_k=dim)
-        f, b, A, bias = normal(rng, 5, heads * dim), normal(rng, 5, heads), np.exp(normal(rng, heads)), normal(rng, heads * dim)
+        f, bias = normal(rng, 5, heads * dim), normal(rng, heads * dim)
+        b, A = normal(rng, 5, heads), np.exp(normal(rng, heads))
         alpha, beta = k.kda_gates(f, b, A, bias)
         x = (f.astype(np.float64) + bias).reshape(5, heads, dim) * A[:, None].astype(np.float64)
         near(alpha, np.exp(-5 * sigmoid(x)).reshape(5, -1), 1e-6)
@@ -169,7 +172,9 @@ def expected(p: dict[str, Array], state: Array) -> tuple[Array, Array]:
 
 
 @every_build
-@pytest.mark.parametrize(("keys", "values"), [(16, 16), (32, 48), (48, 32), (17, 5), (5, 65), (128, 130), (16, 256)])
+@pytest.mark.parametrize(
+    ("keys", "values"), [(16, 16), (32, 48), (48, 32), (17, 5), (5, 65), (128, 130), (16, 256)]
+)
 def test_recurrence(isa: str, threads: int, keys: int, values: int) -> None:
     """Keys and values of different number, and a state that is not symmetric: a transpose cannot hide."""
     rng = np.random.default_rng(34)
@@ -292,7 +297,11 @@ def test_output(isa: str, threads: int) -> None:
         sizes: dict[str, Any] = {"kda_num_heads": heads, "kda_head_k": 8, "kda_head_v": dim}
         k = make(isa, threads, rows=9, **sizes)
         # Small outputs, where eps 1e-5 matters: the scale of q cannot be left out because a norm follows.
-        o, g, w = normal(rng, 9, heads * dim, scale=3e-3), normal(rng, 9, heads * dim, scale=3), normal(rng, dim)
+        o, g, w = (
+            normal(rng, 9, heads * dim, scale=3e-3),
+            normal(rng, 9, heads * dim, scale=3),
+            normal(rng, dim),
+        )
         y = k.kda_output(o, g, w)
         want = rms(o.reshape(9, heads, dim), w, 1e-5).reshape(9, -1) * sigmoid(g)
         near(y, want, 1e-6)

@@ -28,9 +28,16 @@ from ops_tools import (
 from k3session._core.kernels import Kernels
 from k3session.errors import ConfigError
 
+SIZES = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 SHAPES: list[dict[str, int]] = [
-    {"num_attention_heads": h, "qk_nope_head_dim": n, "qk_rope_head_dim": r, "v_head_dim": v, "kv_lora_rank": L}
-    for h, n, r, v, L in [(1, 16, 16, 16, 16), (3, 32, 16, 24, 32), (5, 17, 6, 9, 24), (9, 8, 0, 33, 50), (2, 128, 64, 128, 512)]
+    dict(zip(SIZES, values, strict=True))
+    for values in (
+        (1, 16, 16, 16, 16),
+        (3, 32, 16, 24, 32),
+        (5, 17, 6, 9, 24),
+        (9, 8, 0, 33, 50),
+        (2, 128, 64, 128, 512),
+    )
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s.values())))
 
@@ -39,9 +46,8 @@ def stored(k: Kernels, latent: Array, page_rows: int, layer: int = 0, layers: in
     """Pages that hold `latent` [n, kv_lora + rope] for one layer, and NaN wherever nothing should be read."""
     n, width = latent.shape
     empty = np.nan if latent.dtype == np.float32 else 0x7FC0
-    pages = [
-        np.full((layers, page_rows, k.latent_stride), empty, latent.dtype) for _ in range((n + page_rows - 1) // page_rows)
-    ]
+    shape = (layers, page_rows, k.latent_stride)
+    pages = [np.full(shape, empty, latent.dtype) for _ in range((n + page_rows - 1) // page_rows)]
     for i in range(n):
         row = pages[i // page_rows][layer, i % page_rows]
         row[:width], row[width:] = latent[i], 0
@@ -77,7 +83,10 @@ def test_append(isa: str, shape: dict[str, int], dtype: Any, page_rows: int) -> 
     k = make(isa, **shape)
     kva, w = normal(rng, 9, W, scale=3e-3), normal(rng, L)
     positions, counts = [0, 7, 2], [5, 1, 3]
-    pages = [[np.full((3, page_rows, k.latent_stride), 7, dtype) for _ in range(10 // page_rows + 1)] for _ in counts]
+    pages = [
+        [np.full((3, page_rows, k.latent_stride), 7, dtype) for _ in range(10 // page_rows + 1)]
+        for _ in counts
+    ]
     k.mla_append(kva, w, pages, positions, counts, layer=1)
     want = np.concatenate([rms(kva[:, :L], w, 1e-6), kva[:, L:]], axis=1)
     row = 0
@@ -99,7 +108,17 @@ def test_append(isa: str, shape: dict[str, int], dtype: Any, page_rows: int) -> 
 @every_isa
 def test_append_rounds_to_bf16_once_and_to_even(isa: str) -> None:
     k = make(isa, kv_lora_rank=16, qk_rope_head_dim=16)
-    words = [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x7F7FFFFF, 0x00018000, 0x80008001, 0x7F800000, 0x7F800001]
+    words = [
+        0x3F808000,
+        0x3F818000,
+        0x3F808001,
+        0x3F807FFF,
+        0x7F7FFFFF,
+        0x00018000,
+        0x80008001,
+        0x7F800000,
+        0x7F800001,
+    ]
     kva = np.zeros((1, 32), np.float32)
     kva[0, 16 : 16 + len(words)] = np.array(words, np.uint32).view(np.float32)
     pages = [[np.zeros((1, 1, 32), np.uint16)]]
@@ -183,7 +202,7 @@ def test_attend_from_an_empty_session(isa: str, threads: int, shape: dict[str, i
 def test_attend_over_a_long_past(isa: str, threads: int, n: int) -> None:
     """The cut into pieces depends on a row's own position only: not on threads, nor on the rows beside it."""
     rng = np.random.default_rng(43)
-    shape = {"num_attention_heads": 9, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 8, "kv_lora_rank": 24}
+    shape = dict(zip(SIZES, (9, 8, 6, 8, 24), strict=True))
     k = make(isa, threads, rows=5, **shape)
     latent = normal(rng, n + 4, 30)
     qa = query(k, rng, 5, shape)
@@ -297,7 +316,12 @@ def test_rope(isa: str, rope: int) -> None:
     rng = np.random.default_rng(49)
     H, nope, L = 3, 5, 7
     k = make(
-        isa, num_attention_heads=H, qk_nope_head_dim=nope, qk_rope_head_dim=rope, kv_lora_rank=L, rope_theta=1000.0
+        isa,
+        num_attention_heads=H,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        kv_lora_rank=L,
+        rope_theta=1000.0,
     )
     q, kva = normal(rng, 6, H * (nope + rope)), normal(rng, 6, L + rope)
     q2, kva2 = k.mla_rope(q, kva, [4, 1000], [4, 2])
@@ -357,10 +381,11 @@ def test_rows_beyond_two_to_the_31_elements(isa: str, dtype: Any) -> None:
 def test_positions_beyond_two_to_the_31(isa: str) -> None:
     k = make(isa, rows=1, **SHAPES[0])
     page_rows = 2**16
-    page = np.zeros((1, page_rows, k.latent_stride), np.float32)
+    page, last = np.zeros((2, 1, page_rows, k.latent_stride), np.float32)
     kva = np.ones((1, 32), np.float32)
-    k.mla_append(kva, np.ones(16, np.float32), [[page] * (2**15 + 1)], [2**31 + 5])
-    assert np.flatnonzero(page[0].any(axis=1)).tolist() == [5]
+    k.mla_append(kva, np.ones(16, np.float32), [[page] * 2**15 + [last]], [2**31 + 5])
+    assert not page.any()
+    assert np.flatnonzero(last[0].any(axis=1)).tolist() == [5]
 
 
 def test_pages_are_checked() -> None:

@@ -21,7 +21,8 @@ from ops_tools import (
     weight,
 )
 
-from k3session._core.kernels import Kernels, Matrix
+from k3session._core.arguments import Matrix
+from k3session._core.kernels import Kernels
 from k3session.errors import ConfigError
 
 # Router -----------------------------------------------------------------------------------------------------------
@@ -33,12 +34,16 @@ def chosen(scores: Array, T: int) -> Array:
 
 
 @every_isa
-@pytest.mark.parametrize(("E", "T"), [(1, 1), (2, 1), (8, 2), (12, 3), (15, 15), (17, 5), (33, 33), (896, 16)])
+@pytest.mark.parametrize(
+    ("E", "T"), [(1, 1), (2, 1), (8, 2), (12, 3), (15, 15), (17, 5), (33, 33), (896, 16)]
+)
 @pytest.mark.parametrize(("renormalise", "factor"), [(True, 1.0), (False, 1.0), (True, 2.5)])
 def test_route(isa: str, E: int, T: int, renormalise: bool, factor: float) -> None:
     """The bias takes part in the choice and not in the weights."""
     rng = np.random.default_rng(60)
-    k = make(isa, num_experts=E, num_experts_per_token=T, moe_renormalize=renormalise, routed_scaling_factor=factor)
+    k = make(
+        isa, num_experts=E, num_experts_per_token=T, moe_renormalize=renormalise, routed_scaling_factor=factor
+    )
     logits, bias = normal(rng, 40, E, scale=2), normal(rng, E, scale=0.3)
     ids, weights = k.route(logits, bias)
     s = sigmoid(logits)
@@ -85,12 +90,14 @@ def test_a_thousand_hidden_rows_choose_as_in_float64(isa: str, threads: int) -> 
         same = (found == want[: len(found)]).all(axis=-1)
         assert np.all(same | ~clear[: len(found)])
     narrow = (product(x, gate.values)[0].astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
-    assert np.mean((chosen(sigmoid(narrow) + bias, 16) != want).any(axis=-1)) > 0.01, "BF16 logits change the choice"
+    assert np.mean((chosen(sigmoid(narrow) + bias, 16) != want).any(axis=-1)) > 0.01, (
+        "BF16 logits change the choice"
+    )
 
 
 @every_isa
 def test_logits_that_are_not_finite(isa: str) -> None:
-    """A NaN makes the weights NaN, so that the next residual sees it; the ids stay ids, and other rows are as before."""
+    """A NaN makes the weights NaN, so that the next residual sees it; ids stay ids, other rows stay as they are."""
     rng = np.random.default_rng(63)
     k = make(isa, num_experts=40, num_experts_per_token=4)
     bias = np.zeros(40, np.float32)
@@ -194,7 +201,8 @@ def test_experts_are_summed_in_ascending_order(isa: str, threads: int) -> None:
     u = layer.run(make(isa, threads, **layer.dims), z, ids, weights)
     one = make(isa, threads, **(layer.dims | {"num_experts_per_token": 1}))
     parts = [
-        layer.run(one, z, np.full((3, 1), e, np.int32), np.full((3, 1), weights[0, e], np.float32)) for e in range(E)
+        layer.run(one, z, np.full((3, 1), e, np.int32), np.full((3, 1), weights[0, e], np.float32))
+        for e in range(E)
     ]
     ascending, descending = np.zeros_like(u), np.zeros_like(u)
     for e in range(E):
@@ -210,11 +218,16 @@ def test_gate_up_and_down_are_w1_w3_and_w2(isa: str) -> None:
     rng = np.random.default_rng(66)
     packed = rng.permutation(np.arange(1024) % 256).astype(np.uint8).reshape(64, 16)
     codes = np.full((64, 1), 125, np.uint8)
-    first, second = (Weight(Matrix(p, codes[:32]), mxfp4_values(p, codes[:32])) for p in (packed[:32].copy(), packed[32:].copy()))
+    first, second = (
+        Weight(Matrix(half, codes[:32]), mxfp4_values(half, codes[:32]))
+        for half in (packed[:32].copy(), packed[32:].copy())
+    )
     eye = np.zeros((32, 16), np.uint8)
     eye[np.arange(32), np.arange(32) // 2] = np.where(np.arange(32) % 2, 0x20, 0x02)
     down = Matrix(eye, np.full((32, 1), 127, np.uint8))
-    k = make(isa, num_experts=1, num_experts_per_token=1, routed_expert_hidden_size=32, moe_intermediate_size=32)
+    k = make(
+        isa, num_experts=1, num_experts_per_token=1, routed_expert_hidden_size=32, moe_intermediate_size=32
+    )
     z, one = normal(rng, 4, 32), np.ones((4, 1), np.float32)
     u = k.experts(z, np.zeros((4, 1), np.int32), one, [first.matrix], [down], [second.matrix])
     want, bound = situ_product(z, first.values, second.values)

@@ -5,9 +5,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ops_tools import Array, bf16_values, every_build, every_isa, make, moved, near, normal, rms, same_bits, weight
+from ops_tools import (
+    Array,
+    bf16_values,
+    every_build,
+    every_isa,
+    make,
+    moved,
+    near,
+    normal,
+    rms,
+    same_bits,
+    weight,
+)
 
-from k3session._core.kernels import Matrix
+from k3session._core.arguments import Matrix
 from k3session.errors import ConfigError
 
 WIDTHS = (1, 15, 16, 17, 33, 64, 200)
@@ -71,7 +83,10 @@ def test_attn_res(isa: str, threads: int, banked: int) -> None:
     for d in (*WIDTHS, 2048):
         k = make(isa, threads, rows=33, hidden_size=d)
         # Sources of different sizes, as the residual stream has them: the embedding is small, late sums are large.
-        bank = normal(rng, banked, 33, d) * np.geomspace(0.01, 30, banked or 1).astype(np.float32)[:banked, None, None]
+        bank = (
+            normal(rng, banked, 33, d)
+            * np.geomspace(0.01, 30, banked or 1).astype(np.float32)[:banked, None, None]
+        )
         s, u, norm = normal(rng, 33, d), normal(rng, d, scale=2 / np.sqrt(d)), normal(rng, d)
         h, x, p = k.attn_res(bank, s, u, norm)
         for found, expected in zip((h, x, p), mix(bank, s, u, norm), strict=True):

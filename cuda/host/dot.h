@@ -108,14 +108,22 @@ static inline void dot_tile(const k3_matrix* w, int64_t row, const float* const*
         for (int m = 0; m < M; ++m) out[n * ldo + m] = v_sum(acc[n][m]);
 }
 
-template <int DT, int M>
+// Rows of weights and rows of inputs that meet in one tile: as many sums as the registers hold beside the operands.
+#if defined(K3_ISA_AVX512)
+enum { TILE_N = 4, TILE_M = 4 };
+#else
+enum { TILE_N = 2, TILE_M = 3 };
+#endif
+
+// N rows of weights at a time for M inputs, then the rest one by one.
+template <int DT, int N, int M>
 static inline void dot_rows(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y) {
-    float t[4 * M];
+    float t[N * M];
     int64_t r = r0;
-    for (; r + 4 <= r1; r += 4) {
-        dot_tile<DT, 4, M>(w, r, x, t, M);
+    for (; r + N <= r1; r += N) {
+        dot_tile<DT, N, M>(w, r, x, t, M);
         for (int m = 0; m < M; ++m)
-            for (int n = 0; n < 4; ++n) y[m][r - r0 + n] = t[n * M + m];
+            for (int n = 0; n < N; ++n) y[m][r - r0 + n] = t[n * M + m];
     }
     for (; r < r1; ++r) {
         dot_tile<DT, 1, M>(w, r, x, t, M);
@@ -125,19 +133,22 @@ static inline void dot_rows(const k3_matrix* w, int64_t r0, int64_t r1, const fl
 
 template <int DT>
 static inline void dot_block(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows) {
+    if (rows == 1) {
+        dot_rows<DT, 4, 1>(w, r0, r1, x, y);
+        return;
+    }
     // A strip of weights small enough for the first-level cache meets all rows of x before the next strip is read.
-    const int64_t strip = rows == 1 ? r1 - r0 : 4;
-    for (int64_t r = r0; r < r1; r += strip) {
-        const int64_t e = min64(r + strip, r1);
-        float* out[4];
+    for (int64_t r = r0; r < r1; r += TILE_N) {
+        const int64_t e = min64(r + TILE_N, r1);
+        float* out[TILE_M];
         int64_t m = 0;
-        for (; m + 4 <= rows; m += 4) {
-            for (int i = 0; i < 4; ++i) out[i] = y[m + i] + (r - r0);
-            dot_rows<DT, 4>(w, r, e, x + m, out);
+        for (; m + TILE_M <= rows; m += TILE_M) {
+            for (int i = 0; i < TILE_M; ++i) out[i] = y[m + i] + (r - r0);
+            dot_rows<DT, TILE_N, TILE_M>(w, r, e, x + m, out);
         }
         for (; m < rows; ++m) {
             out[0] = y[m] + (r - r0);
-            dot_rows<DT, 1>(w, r, e, x + m, out);
+            dot_rows<DT, TILE_N, 1>(w, r, e, x + m, out);
         }
     }
 }

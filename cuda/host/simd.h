@@ -64,10 +64,16 @@ K3_INLINE uint16_t f32_to_bf16(float f) {        // to nearest, ties to even; a 
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40);
     return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
 }
-K3_INLINE float e8m0_to_f32(uint8_t b) {         // 2^(b - 127): code 0 is subnormal, code 255 is NaN
-    if (b == 255) return m_bits(0x7fc00000u);
-    return b ? m_bits((uint32_t)b << 23) : m_bits(0x00400000u);
-}
+struct e8m0_table {
+    uint32_t bits[256];
+    constexpr e8m0_table() : bits() {
+        for (uint32_t b = 1; b < 255; ++b) bits[b] = b << 23;
+        bits[0] = 0x00400000u;                               // 2^-127, a subnormal
+        bits[255] = 0x7fc00000u;                             // NaN
+    }
+};
+static constexpr e8m0_table k3_e8m0;
+K3_INLINE float e8m0_to_f32(uint8_t b) { return m_bits(k3_e8m0.bits[b]); }   // 2^(b - 127)
 
 // ---------------------------------------------------------------------------------------------
 // 16 lanes
@@ -121,10 +127,11 @@ K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
     even.v = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
     odd.v = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
 }
-// 16 bytes of packed E2M1 at p, times the scale: columns 0, 2, .. 30 (low nibbles) and 1, 3, .. 31.
+// 16 bytes of packed E2M1 at p, times the scale: columns 0, 2, .. 30 (low nibbles) and 1, 3, .. 31.  Code 8, minus zero,
+// is read as zero everywhere, so that no instruction set can differ in the sign of an underflow.
 K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
     const __m512 table = _mm512_mul_ps(
-        _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f),
+        _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, 0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f),
         _mm512_set1_ps(scale));
     const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
     even.v = _mm512_permutexvar_ps(b, table);            // takes the low four bits of each index
@@ -207,19 +214,18 @@ K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
     odd.a = _mm256_castsi256_ps(_mm256_and_si256(w0, m));
     odd.b = _mm256_castsi256_ps(_mm256_and_si256(w1, m));
 }
-// The table look-up takes three bits, so the sign is moved into place by a shift.
-K3_INLINE __m256 e2m1_8(__m256i index, __m256 table) {
-    const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(index, 28), _mm256_set1_epi32((int)0x80000000u));
-    return _mm256_xor_ps(_mm256_permutevar8x32_ps(table, index), _mm256_castsi256_ps(sign));
+// Sixteen nibbles as floats: a byte table of twice the values, which are small integers, widened.
+K3_INLINE vf e2m1_16(__m128i nibbles, __m256 half_scale) {
+    const __m128i table = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    const __m128i v = _mm_shuffle_epi8(table, nibbles);
+    return vf::make(_mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)), half_scale),
+                    _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8))), half_scale));
 }
 K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
-    const __m256 table = _mm256_mul_ps(_mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f), _mm256_set1_ps(scale));
-    const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
-    const __m256i b0 = _mm256_cvtepu8_epi32(bytes), b1 = _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8));
-    even.a = e2m1_8(b0, table);
-    even.b = e2m1_8(b1, table);
-    odd.a = e2m1_8(_mm256_srli_epi32(b0, 4), table);
-    odd.b = e2m1_8(_mm256_srli_epi32(b1, 4), table);
+    const __m256 half_scale = _mm256_set1_ps(scale * 0.5f);
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)p), low = _mm_set1_epi8(15);
+    even = e2m1_16(_mm_and_si128(bytes, low), half_scale);
+    odd = e2m1_16(_mm_and_si128(_mm_srli_epi16(bytes, 4), low), half_scale);
 }
 K3_INLINE void join8(float* p, __m256 e, __m256 o) {
     const __m256 lo = _mm256_unpacklo_ps(e, o), hi = _mm256_unpackhi_ps(e, o);
@@ -277,7 +283,7 @@ K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
     }
 }
 K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
-    static const float table[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+    static const float table[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, 0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
     const uint8_t* b = (const uint8_t*)p;
     float e[16], o[16];
     for (int i = 0; i < 16; ++i) {

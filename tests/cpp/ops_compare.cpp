@@ -5,8 +5,8 @@
 // held to a tolerance.  Every buffer has exactly the size that the contract names, so that AddressSanitizer sees a
 // read or write beyond it.
 //
-//   -DK3_FIRST=k3_avx2 -DK3_SECOND=k3_avx512 -DK3_TOLERANCE=0
-//
+// Compile with -DK3_FIRST=k3_avx2 -DK3_SECOND=k3_avx512 -DK3_TOLERANCE=0 (of the largest value) and, as K3_NEEDS_ISA,
+// the number of the best instruction set that the processor must have.  The argument is the number of rounds.
 // Exit status: 0 all agree, 1 some differ, 77 this processor cannot run it.
 
 #include "host/host.h"
@@ -26,8 +26,12 @@
 #define K3_TEXT2(a) #a
 #define K3_TEXT(a) K3_TEXT2(a)
 
-extern "C" void K3_JOIN(K3_FIRST, _table)(k3_ops*);
-extern "C" void K3_JOIN(K3_SECOND, _table)(k3_ops*);
+// The two that are compared are linked in; the third, which dispatch.cpp names too, is not and falls back to these.
+#define K3_ABSENT(ns) \
+    extern "C" __attribute__((weak)) void ns##_table(k3_ops*) { abort(); }
+K3_ABSENT(k3_base)
+K3_ABSENT(k3_avx2)
+K3_ABSENT(k3_avx512)
 
 namespace {
 

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: MIT
+
+SHELL := /bin/bash -o pipefail
+PYTHON ?= $(shell .ci/find-python)
+VENV ?= .venv
+PIP := $(VENV)/bin/pip --disable-pip-version-check
+RUN := $(VENV)/bin/python
+SOURCES := $(wildcard cuda/*.h cuda/host/*.h cuda/host/*.cpp pyx/*.pyx pyx/*.pxd) setup.py
+CXX_SOURCES := $(wildcard cuda/*.h cuda/host/*.h cuda/host/*.cpp tests/cpp/*.h tests/cpp/*.cpp)
+TESTS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test soak style format bench build wheel sanitize avx512-emulated clean
+
+help:  ## say what there is
+	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.built  ## set everything up and write text with the model that ships
+	$(VENV)/bin/k3session generate --max-tokens 120 --seed 1 ROMEO:
+
+test: $(VENV)/.test  ## set everything up and run the tests; TESTS="-k resume" runs some
+	$(RUN) -m pytest $(TESTS)
+
+soak: $(VENV)/.test  ## run the tests with full counts (hours); writes tests/soak.txt
+	@mkdir -p build
+	K3_SOAK=1 $(RUN) -m pytest -m "" --durations=20 | tee build/soak.txt
+	{ date -u +%Y-%m-%d; $(RUN) -c 'import platform; print(platform.machine(), "Python", platform.python_version())'; \
+	  cat build/soak.txt; } | sed 's,$(CURDIR)/,,g' > tests/soak.txt
+
+style: $(VENV)/.dev  ## run all style checks
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/stubtest --ignore-missing-stub --allowlist .ci/stubtest-allow k3session._core
+	PATH="$(abspath $(VENV))/bin:$$PATH" cython-lint pyx
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(VENV)/bin/codespell
+
+format: $(VENV)/.dev  ## rewrite the code as the style checks want it
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
+
+bench: $(VENV)/.test  ## run the benchmarks; writes benches/results/*.csv
+	@mkdir -p build benches/results
+	$(RUN) -m pytest benches --benchmark-only --benchmark-json=build/bench.json $(TESTS)
+	$(RUN) benches/to_csv.py build/bench.json benches/results/bench.csv
+
+build: $(VENV)/.built  ## compile what has changed
+
+wheel: $(VENV)/.dev  ## build the sdist, and from it the wheel, into dist/
+	rm -rf dist
+	$(RUN) -m build --outdir dist .
+	$(RUN) .ci/check_dist.py dist
+
+sanitize: $(VENV)/.test  ## run kernel and session tests under ASan, UBSan and TSan; CI=true runs fewer
+	.ci/sanitize $(RUN)
+
+avx512-emulated:  ## compare the AVX-512 ops with the AVX2 ops, bit for bit, on any processor; needs libsimde-dev
+	$(MAKE) --no-print-directory -C tests/cpp avx512-emulated
+
+clean:  ## remove what was built, the virtual environment included
+	rm -rf build dist $(VENV) *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -f k3session/_core/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ---------------------------------------------------------------------------------------------
+# What is installed is remembered in files of the virtual environment.
+# ---------------------------------------------------------------------------------------------
+
+# The requirements of one extra, or of the build, one a line.
+requirements = $(RUN) .ci/requirements.py $(1)
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)"
+	$(PYTHON) -m venv $(VENV)
+
+# First as a user would install it; afterwards only what has changed is compiled.
+$(VENV)/.built: $(SOURCES) pyproject.toml | $(VENV)/bin/python
+	if [ pyproject.toml -nt $(VENV)/.installed ]; then \
+	    $(PIP) install --editable '.[text]' && touch $(VENV)/.installed; \
+	else \
+	    $(call requirements,build) | $(PIP) install --quiet --requirement /dev/stdin && \
+	    $(RUN) setup.py --quiet build_ext --inplace; \
+	fi
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.built
+	$(call requirements,test) | $(PIP) install --quiet --requirement /dev/stdin
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(call requirements,dev) | $(PIP) install --quiet --requirement /dev/stdin
+	@touch $@
