@@ -6,7 +6,6 @@ VENV ?= .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 RUN := $(VENV)/bin/python
 SOURCES := $(wildcard cuda/*.h cuda/host/*.h cuda/host/*.cpp pyx/*.pyx pyx/*.pxd) setup.py
-CXX_SOURCES := $(wildcard cuda/*.h cuda/host/*.h cuda/host/*.cpp tests/cpp/*.h tests/cpp/*.cpp)
 TESTS ?=
 
 .DEFAULT_GOAL := help
@@ -29,18 +28,12 @@ soak: $(VENV)/.test  ## run the tests with full counts (hours); writes tests/soa
 	  cat build/soak.txt; } | sed 's,$(CURDIR)/,,g' > tests/soak.txt
 
 style: $(VENV)/.dev  ## run all style checks
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
-	$(VENV)/bin/stubtest --ignore-missing-stub --allowlist .ci/stubtest-allow k3session._core
-	PATH="$(abspath $(VENV))/bin:$$PATH" cython-lint pyx
-	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
-	$(VENV)/bin/codespell
+	.ci/style $(VENV)/bin
 
 format: $(VENV)/.dev  ## rewrite the code as the style checks want it
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
+	$(VENV)/bin/clang-format -i cuda/*.h cuda/host/*.h cuda/host/*.cpp tests/cpp/*.h tests/cpp/*.cpp
 
 bench: $(VENV)/.test  ## run the benchmarks; writes benches/results/*.csv
 	@mkdir -p build benches/results
@@ -51,10 +44,12 @@ build: $(VENV)/.built  ## compile what has changed
 
 wheel: $(VENV)/.dev  ## build the sdist, and from it the wheel, into dist/
 	rm -rf dist
-	$(RUN) -m build --outdir dist .
+	@mkdir -p build
+	$(RUN) -m build --outdir dist . > build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }
 	$(RUN) .ci/check_dist.py dist
 
 sanitize: $(VENV)/.test  ## run kernel and session tests under ASan, UBSan and TSan; CI=true runs fewer
+	$(call requirements,build) | $(PIP) install --quiet --requirement /dev/stdin
 	.ci/sanitize $(RUN)
 
 avx512-emulated:  ## compare the AVX-512 ops with the AVX2 ops, bit for bit, on any processor; needs libsimde-dev

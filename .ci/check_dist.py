@@ -10,7 +10,9 @@ import zipfile
 from pathlib import Path
 
 MODULES = sorted(path.stem for path in Path("pyx").glob("*.pyx"))
-MODEL = [f"k3session/models/{p.relative_to('k3session/models')}" for p in Path("k3session/models").glob("*/*")]
+MODEL = [
+    f"k3session/models/{p.relative_to('k3session/models')}" for p in Path("k3session/models").glob("*/*")
+]
 PYTHON = sorted(str(path) for path in Path("k3session").rglob("*.py"))
 STUBS = sorted(str(path) for path in Path("k3session").rglob("*.pyi"))
 
@@ -25,7 +27,9 @@ def tracked(*folders: str) -> list[str]:
 
 def check_wheel(path: Path) -> list[str]:
     names = zipfile.ZipFile(path).namelist()
-    problems = [f"missing {name}" for name in [*PYTHON, *STUBS, *MODEL, "k3session/py.typed"] if name not in names]
+    problems = [
+        f"missing {name}" for name in [*PYTHON, *STUBS, *MODEL, "k3session/py.typed"] if name not in names
+    ]
     for module in MODULES:
         if sum(name.startswith(f"k3session/_core/{module}.") and name.endswith(".so") for name in names) != 1:
             problems.append(f"expected one compiled module {module}")
@@ -34,7 +38,11 @@ def check_wheel(path: Path) -> list[str]:
         problems.append("missing LICENSE")
     expected = {*PYTHON, *STUBS, *MODEL, "k3session/py.typed"}
     for name in names:
-        core = name.startswith("k3session/_core/") and name.endswith(".so") and Path(name).name.split(".")[0] in MODULES
+        core = (
+            name.startswith("k3session/_core/")
+            and name.endswith(".so")
+            and Path(name).name.split(".")[0] in MODULES
+        )
         if name not in expected and not core and ".dist-info/" not in name:
             problems.append(f"unexpected {name}")
     return problems

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MODELS, percentiles, tokens
+from conftest import MODELS, Opener, percentiles, tokens
 
 import k3session as k3
 
@@ -22,7 +24,7 @@ def rounds(name: str) -> int:
 
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize(("name", "context"), [(n, c) for n in MODELS for c in CONTEXTS[n]])
-def test_step(benchmark, open_model, name, context, threads):
+def test_step(benchmark: Any, open_model: Opener, name: str, context: int, threads: int) -> None:
     """One token at a context length: p50 and p99 are in the extra information."""
     model = open_model(name, threads)
     with model.session() as s:
@@ -36,20 +38,22 @@ def test_step(benchmark, open_model, name, context, threads):
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("n", [128, 512])
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "micro"])
-def test_prefill(benchmark, open_model, name, n, threads):
+def test_prefill(benchmark: Any, open_model: Opener, name: str, n: int, threads: int) -> None:
     """A prompt of n tokens into an empty session."""
     model = open_model(name, threads)
     ids = tokens(model, n)
     sessions: list[k3.Session] = []
 
-    def fresh():
+    def fresh() -> tuple[tuple[k3.Session], dict[str, Any]]:
         while sessions:
             sessions.pop().close()
         sessions.append(model.session())
         return (sessions[0],), {}
 
     benchmark.group = f"prefill {name}"
-    benchmark.pedantic(lambda s: s.prefill(ids), setup=fresh, rounds=3 if name == "mid" else 10, warmup_rounds=1)
+    benchmark.pedantic(
+        lambda s: s.prefill(ids), setup=fresh, rounds=3 if name == "mid" else 10, warmup_rounds=1
+    )
     sessions.pop().close()
     percentiles(benchmark, model=name, tokens=n, threads=threads)
     if benchmark.stats is not None:
@@ -58,7 +62,7 @@ def test_prefill(benchmark, open_model, name, n, threads):
 
 @pytest.mark.parametrize("action", ["snapshot", "restore", "save", "load", "to_bytes", "from_bytes"])
 @pytest.mark.parametrize("name", MODELS)
-def test_snapshot(benchmark, open_model, tmp_path, name, action):
+def test_snapshot(benchmark: Any, open_model: Opener, tmp_path: Path, name: str, action: str) -> None:
     """State to memory and to disk, and back, after 512 tokens."""
     model = open_model(name, THREADS[-1])
     path = tmp_path / "s.k3s"
@@ -80,7 +84,7 @@ def test_snapshot(benchmark, open_model, tmp_path, name, action):
 
 
 @pytest.mark.parametrize("part", ["step", "pass"])
-def test_python_overhead(benchmark, open_model, part):
+def test_python_overhead(benchmark: Any, open_model: Opener, part: str) -> None:
     """A step of the smallest model there is, and the compiled pass inside it: the difference is what Python adds."""
     model = open_model("micro", 1)
     with model.session() as s:

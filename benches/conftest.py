@@ -8,13 +8,17 @@ preset (``k3session synth DIR --preset mid``, 3 GB); without it the larger cases
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import k3session as k3
 from k3session.synth import synth
+
+#: Opens a model by name, for a number of threads.
+Opener = Callable[[str, int], k3.Model]
 
 MODELS = ["micro", "tiny", "shakespeare"] + (["mid"] if os.environ.get("K3_BENCH_MID") else [])
 
@@ -31,7 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def open_model(folders: dict[str, str]) -> Iterator[object]:
+def open_model(folders: dict[str, str]) -> Iterator[Opener]:
     """Opens each model once per number of threads."""
     opened: dict[tuple[str, int], k3.Model] = {}
 
@@ -50,10 +54,12 @@ def tokens(model: k3.Model, n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, model.config.vocab_size, n).astype(np.int32)
 
 
-def percentiles(benchmark: object, **extra: object) -> None:
+def percentiles(benchmark: Any, **extra: object) -> None:
     """Adds p50 and p99 in microseconds, and what else is given, to a result."""
     benchmark.extra_info.update(extra)
-    if benchmark.stats is None:          # --benchmark-disable
+    if benchmark.stats is None:  # --benchmark-disable
         return
     data = np.array(benchmark.stats.stats.data) * 1e6
-    benchmark.extra_info.update(p50_us=round(float(np.percentile(data, 50)), 2), p99_us=round(float(np.percentile(data, 99)), 2))
+    benchmark.extra_info.update(
+        p50_us=round(float(np.percentile(data, 50)), 2), p99_us=round(float(np.percentile(data, 99)), 2)
+    )

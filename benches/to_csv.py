@@ -17,7 +17,9 @@ def main(source: str, target: str) -> None:
     keys = sorted({k for b in run["benchmarks"] for k in b["extra_info"]})
     with open(target, "w", newline="", encoding="utf-8") as file:
         out = csv.writer(file)
-        out.writerow(["machine", "date", "group", "name", "median_us", "iqr_us", "min_us", "max_us", "rounds", *keys])
+        out.writerow(
+            ["machine", "date", "group", "name", "median_us", "iqr_us", "min_us", "max_us", "rounds", *keys]
+        )
         for b in run["benchmarks"]:
             s = b["stats"]
             times = [round(s[k] * 1e6, 3) for k in ("median", "iqr", "min", "max")]

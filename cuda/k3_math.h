@@ -40,14 +40,10 @@ template <class V> K3_MATH_INLINE V k3_exp(V x) {
 }
 
 // 1 / (1 + e^-x).
-template <class V> K3_MATH_INLINE V k3_sigmoid(V x) {
-    return V(1.0f) / (V(1.0f) + k3_exp(V(0.0f) - x));
-}
+template <class V> K3_MATH_INLINE V k3_sigmoid(V x) { return V(1.0f) / (V(1.0f) + k3_exp(V(0.0f) - x)); }
 
 // x * sigmoid(x); 0 far to the left.
-template <class V> K3_MATH_INLINE V k3_silu(V x) {
-    return x * k3_sigmoid(x);
-}
+template <class V> K3_MATH_INLINE V k3_silu(V x) { return x * k3_sigmoid(x); }
 
 // tanh x.  A polynomial near zero keeps the relative error small there; elsewhere 1 - 2 / (e^2|x| + 1).
 template <class V> K3_MATH_INLINE V k3_tanh(V x) {

@@ -132,13 +132,13 @@ typedef struct k3_ops {
     void* ctx;                           // the implementation's own: threads and buffers, or stream and kernels
 
     // s[r] = table[tokens[r]], or embeddings[r] where tokens[r] is -1.
-    int (*embed)(void* ctx, const k3_dims*, const k3_matrix* table,
-                 const int32_t* tokens /*[R]*/, const float* embeddings /*[R, d] or NULL*/, float* s /*[R, d]*/, int64_t rows);
+    int (*embed)(void* ctx, const k3_dims*, const k3_matrix* table, const int32_t* tokens /*[R]*/,
+                 const float* embeddings /*[R, d] or NULL*/, float* s /*[R, d]*/, int64_t rows);
 
     // AttnRes: h = softmax-weighted sum of n_bank banked rows and the running sum; x = rms(h; norm).
     // Row r of the output is row take[r] of the sources (r itself when take is NULL).  h may be NULL.
-    int (*attn_res)(void* ctx, const k3_dims*, const float* bank /*[n_bank, bank_rows, d]*/, int64_t n_bank,
-                    int64_t bank_rows, const float* s /*[R, d]*/, const float* u /*[d]*/, const float* norm /*[d]*/,
+    int (*attn_res)(void* ctx, const k3_dims*, const float* bank /*[n_bank, bank_rows, d]*/, int64_t n_bank, int64_t bank_rows,
+                    const float* s /*[R, d]*/, const float* u /*[d]*/, const float* norm /*[d]*/,
                     const int64_t* take /*[rows] or NULL*/, float* h /*[rows, d]*/, float* x /*[rows, d]*/,
                     float* weights /*[rows, n_bank + 1] or NULL*/, int64_t rows);
 
@@ -146,25 +146,25 @@ typedef struct k3_ops {
     int (*linear)(void* ctx, const k3_linear_job* jobs, int64_t n_jobs, int64_t rows);
 
     // h = SiTU(x Wgate^T, x Wup^T).
-    int (*gate_up)(void* ctx, const k3_dims*, const k3_matrix* gate, const k3_matrix* up,
-                   const float* x /*[R, cols]*/, float* h /*[R, rows]*/, int64_t rows);
+    int (*gate_up)(void* ctx, const k3_dims*, const k3_matrix* gate, const k3_matrix* up, const float* x /*[R, cols]*/,
+                   float* h /*[R, rows]*/, int64_t rows);
 
     // y = x * norm / sqrt(mean(x^2) + eps).
-    int (*rms_norm)(void* ctx, const float* x, int64_t ldx, const float* norm /*[n]*/, float eps,
-                    float* y, int64_t ldy, int64_t rows, int64_t n);
+    int (*rms_norm)(void* ctx, const float* x, int64_t ldx, const float* norm /*[n]*/, float eps, float* y, int64_t ldy,
+                    int64_t rows, int64_t n);
 
     // Short convolution over time, SiLU, then q and k to unit length per head (q times D^-1/2 as well).
     // Reads the windows of segment->now, writes those of segment->next.
-    int (*kda_conv)(void* ctx, const k3_dims*, const k3_kda*, const k3_pass*, int64_t mixer_index,
-                    const float* q_raw, const float* k_raw, const float* v_raw,     // [R, C]
+    int (*kda_conv)(void* ctx, const k3_dims*, const k3_kda*, const k3_pass*, int64_t mixer_index, const float* q_raw,
+                    const float* k_raw, const float* v_raw,     // [R, C]
                     float* q, float* k, float* v /*[R, C]*/);
 
     // f <- decay factor exp(g) per key channel; b <- sigmoid(b).
     int (*kda_gates)(void* ctx, const k3_dims*, const k3_kda*, float* f /*[R, C]*/, float* b /*[R, H]*/, int64_t rows);
 
     // The delta rule over the rows of each segment: S <- diag(alpha) S; S <- S + beta k (v - S^T k)^T; o = S^T q.
-    int (*kda_recurrence)(void* ctx, const k3_dims*, const k3_pass*, int64_t mixer_index,
-                          const float* q, const float* k, const float* v, const float* alpha,   // [R, C]
+    int (*kda_recurrence)(void* ctx, const k3_dims*, const k3_pass*, int64_t mixer_index, const float* q, const float* k,
+                          const float* v, const float* alpha,   // [R, C]
                           const float* beta /*[R, H]*/, float* o /*[R, C]*/);
 
     // o <- rms(o per head; o_norm) * sigmoid(g).
@@ -181,8 +181,8 @@ typedef struct k3_ops {
                       float* qa /*[R, H, latent_stride]*/, int64_t rows);
 
     // Causal attention of each row over the latent rows of its segment: oa[h] = sum p c.
-    int (*mla_attend)(void* ctx, const k3_dims*, const k3_pass*, int64_t mixer_index,
-                      const float* qa /*[R, H, latent_stride]*/, float* oa /*[R, H, L]*/);
+    int (*mla_attend)(void* ctx, const k3_dims*, const k3_pass*, int64_t mixer_index, const float* qa /*[R, H, latent_stride]*/,
+                      float* oa /*[R, H, L]*/);
 
     // o[h] = Wv_h oa[h], times sigmoid(g) when g is not NULL.
     int (*mla_unabsorb)(void* ctx, const k3_dims*, const k3_mla*, const float* oa /*[R, H, L]*/,
@@ -190,20 +190,20 @@ typedef struct k3_ops {
 
     // Sigmoid scores; the T experts with the largest score + bias, lowest id first among equals;
     // ids ascending; weights are the scores without the bias, renormalised and scaled as the model says.
-    int (*route)(void* ctx, const k3_dims*, const float* logits /*[R, E]*/, const float* bias /*[E]*/,
-                 int32_t* ids /*[R, T]*/, float* weights /*[R, T]*/, int64_t rows);
+    int (*route)(void* ctx, const k3_dims*, const float* logits /*[R, E]*/, const float* bias /*[E]*/, int32_t* ids /*[R, T]*/,
+                 float* weights /*[R, T]*/, int64_t rows);
 
     // u = sum over the chosen experts, ascending id, of weight * W2 SiTU(W1 z, W3 z).
-    int (*experts)(void* ctx, const k3_dims*, const k3_moe*, const float* z /*[R, latent]*/,
-                   const int32_t* ids /*[R, T]*/, const float* weights /*[R, T]*/, float* u /*[R, latent]*/, int64_t rows);
+    int (*experts)(void* ctx, const k3_dims*, const k3_moe*, const float* z /*[R, latent]*/, const int32_t* ids /*[R, T]*/,
+                   const float* weights /*[R, T]*/, float* u /*[R, latent]*/, int64_t rows);
 
     // s <- (restart ? 0 : s) + (a + b), b may be NULL; notes per segment the first sub-layer that is not finite.
-    int (*residual)(void* ctx, const k3_pass*, float* s /*[R, d]*/, const float* a /*[R, d]*/, const float* b,
-                    int32_t restart, int32_t sublayer, int64_t d);
+    int (*residual)(void* ctx, const k3_pass*, float* s /*[R, d]*/, const float* a /*[R, d]*/, const float* b, int32_t restart,
+                    int32_t sublayer, int64_t d);
 
     // Notes the segment of each row that is not finite; row r belongs to segment owner[r].
-    int (*finite)(void* ctx, const k3_pass*, const float* x /*[rows, n]*/, const int64_t* owner /*[rows]*/,
-                  int32_t sublayer, int64_t rows, int64_t n);
+    int (*finite)(void* ctx, const k3_pass*, const float* x /*[rows, n]*/, const int64_t* owner /*[rows]*/, int32_t sublayer,
+                  int64_t rows, int64_t n);
 } k3_ops;
 
 #ifdef __cplusplus

@@ -53,8 +53,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return prefill and decode figures: seconds, tokens per second, and the share of the read bandwidth.
 
-    Each repeat takes `prompt` tokens in one prefill, then `steps` single tokens, with a probe of the bandwidth before and
-    after; the share is that of the repeat, and the medians are over the repeats.
+    Each repeat takes `prompt` tokens in one prefill, then `steps` single tokens, with a probe of the bandwidth before
+    and after; the share is that of the repeat, and the medians are over the repeats.
     """
     report = Progress(progress)
     rng = np.random.default_rng(0)

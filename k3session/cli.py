@@ -85,11 +85,18 @@ def _generate(args: argparse.Namespace) -> int:
     from k3session.session import Session
 
     if args.session is not None and not Path(args.session).resolve().parent.is_dir():
-        print(f"k3session: {args.session}: the folder does not exist; nothing could be saved there", file=sys.stderr)
+        print(
+            f"k3session: {args.session}: the folder does not exist; nothing could be saved there",
+            file=sys.stderr,
+        )
         return 2
     with _open(args, args.model) as model:
         tokenizer = model.tokenizer
-        given = {n: getattr(args, n) for n in ("temperature", "top_k", "top_p", "min_p", "seed") if getattr(args, n) is not None}
+        given = {
+            n: getattr(args, n)
+            for n in ("temperature", "top_k", "top_p", "min_p", "seed")
+            if getattr(args, n) is not None
+        }
         resumed = args.session is not None and Path(args.session).exists()
         session = Session.load(model, args.session) if resumed else model.session(latent=args.latent)
         with session:
@@ -128,7 +135,10 @@ def _check(args: argparse.Namespace) -> int:
         if not report["ok"]:
             return text
         text += [f"  {key}: {_size(n)}" for key, n in (report.get("bytes") or {}).items()]
-        text += [f"  memory, {key.replace('_', ' ')}: {_size(n)}" for key, n in (report.get("memory") or {}).items()]
+        text += [
+            f"  memory, {key.replace('_', ' ')}: {_size(n)}"
+            for key, n in (report.get("memory") or {}).items()
+        ]
         return text
 
     _say(args, report, lines)
@@ -161,7 +171,10 @@ def _info(args: argparse.Namespace) -> int:
 
     def lines() -> list[str]:
         width = max(map(len, report))
-        shown = {**report, "bytes_per_step": ", ".join(f"{k} {_size(v)}" for k, v in report["bytes_per_step"].items())}
+        shown = {
+            **report,
+            "bytes_per_step": ", ".join(f"{k} {_size(v)}" for k, v in report["bytes_per_step"].items()),
+        }
         return [f"{k:{width}}  {v}" for k, v in shown.items()]
 
     _say(args, report, lines)
@@ -212,12 +225,15 @@ def _bench(args: argparse.Namespace) -> int:
     from k3session.bench import measure
 
     with _open(args, args.folder) as model:
-        report = measure(model, prompt=args.prompt_tokens, steps=args.steps, repeats=args.repeats, progress=True)
+        report = measure(
+            model, prompt=args.prompt_tokens, steps=args.steps, repeats=args.repeats, progress=True
+        )
 
     def lines() -> list[str]:
         def row(name: str, key: str, scale: float, unit: str) -> str:
             v = report[key]
-            return f"{name:22} {v['median'] * scale:10.2f} {unit}  ({v['min'] * scale:.2f} .. {v['max'] * scale:.2f}, n {v['n']})"
+            middle, low, high = (v[k] * scale for k in ("median", "min", "max"))
+            return f"{name:22} {middle:10.2f} {unit}  ({low:.2f} .. {high:.2f}, n {v['n']})"
 
         return [
             f"{report['model']} on {report['device']} ({report['isa']}, {report['threads']} threads), medians (range)",
@@ -238,54 +254,122 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="k3session", description="Run models of the Kimi K3 architecture as stateful sessions.")
+    top = argparse.ArgumentParser(
+        prog="k3session", description="Run models of the Kimi K3 architecture as stateful sessions."
+    )
     top.add_argument("--version", action="version", version=f"k3session {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--verbose", action="store_true", help="say on stderr what is being done")
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", help="print JSON instead of text")
     threads = argparse.ArgumentParser(add_help=False)
-    threads.add_argument("--threads", type=int, metavar="N", help="threads of a pass; default: the cores this process may use")
+    threads.add_argument(
+        "--threads", type=int, metavar="N", help="threads of a pass; default: the cores this process may use"
+    )
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: _Command, text: str, *parents: argparse.ArgumentParser, under: Any = commands) -> argparse.ArgumentParser:
-        parser: argparse.ArgumentParser = under.add_parser(name, help=text, description=text, parents=[common, *parents])
+    def command(
+        name: str, run: _Command, text: str, *parents: argparse.ArgumentParser, under: Any = commands
+    ) -> argparse.ArgumentParser:
+        parser: argparse.ArgumentParser = under.add_parser(
+            name, help=text, description=text, parents=[common, *parents]
+        )
         parser.set_defaults(run=run)
         return parser
 
     p = command("generate", _generate, "Continue a text.", as_json, threads)
-    p.add_argument("prompt", metavar="PROMPT", help="the text to continue; may be empty when --session goes on")
+    p.add_argument(
+        "prompt", metavar="PROMPT", help="the text to continue; may be empty when --session goes on"
+    )
     p.add_argument("--model", metavar="DIR", help="a checkpoint folder; default: the small model that ships")
-    p.add_argument("--max-tokens", type=int, default=200, metavar="N", help="at most this many tokens (default: %(default)s)")
-    p.add_argument("--temperature", type=float, metavar="T", help="0 takes the most probable token; default: the checkpoint's")
+    p.add_argument(
+        "--max-tokens",
+        type=int,
+        default=200,
+        metavar="N",
+        help="at most this many tokens (default: %(default)s)",
+    )
+    p.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 takes the most probable token; default: the checkpoint's",
+    )
     p.add_argument("--top-k", type=int, metavar="K", help="keep the K most probable tokens")
     p.add_argument("--top-p", type=float, metavar="P", help="keep the most probable tokens up to this sum")
-    p.add_argument("--min-p", type=float, metavar="P", help="keep tokens at least this fraction as probable as the best")
+    p.add_argument(
+        "--min-p", type=float, metavar="P", help="keep tokens at least this fraction as probable as the best"
+    )
     p.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text")
-    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    p.add_argument("--latent", choices=("fp32", "bf16"), default="fp32", help="how the latent cache is stored (default: %(default)s)")
-    p.add_argument("--session", metavar="FILE", help="go on from this snapshot if it exists, and save to it at the end")
+    p.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be given several times",
+    )
+    p.add_argument(
+        "--latent",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="how the latent cache is stored (default: %(default)s)",
+    )
+    p.add_argument(
+        "--session", metavar="FILE", help="go on from this snapshot if it exists, and save to it at the end"
+    )
 
     p = command("check", _check, "Audit a checkpoint folder without running it.", as_json)
     p.add_argument("folder", metavar="DIR")
-    p.add_argument("--deep", action="store_true", help="read every byte: look for values that are not finite, and hash everything")
+    p.add_argument(
+        "--deep",
+        action="store_true",
+        help="read every byte: look for values that are not finite, and hash everything",
+    )
 
     p = command("info", _info, "Say what a model is and how it would run here.", as_json, threads)
-    p.add_argument("folder", metavar="DIR", nargs="?", help="a checkpoint folder; default: the small model that ships")
+    p.add_argument(
+        "folder", metavar="DIR", nargs="?", help="a checkpoint folder; default: the small model that ships"
+    )
 
     from k3session.presets import PRESETS
 
     p = command("synth", _synth, "Write a checkpoint with random weights.")
     p.add_argument("folder", metavar="DIR")
     p.add_argument("--preset", required=True, choices=sorted(PRESETS), help="the shape of the model")
-    p.add_argument("--seed", type=int, default=1234, metavar="N", help="the same seed gives the same bytes (default: %(default)s)")
-    p.add_argument("--experts", choices=("mxfp4", "bf16"), default="mxfp4", help="how routed experts are stored (default: %(default)s)")
-    p.add_argument("--trunk", choices=("bf16", "f32"), default="bf16", help="how the other matrices are stored (default: %(default)s)")
+    p.add_argument(
+        "--seed",
+        type=int,
+        default=1234,
+        metavar="N",
+        help="the same seed gives the same bytes (default: %(default)s)",
+    )
+    p.add_argument(
+        "--experts",
+        choices=("mxfp4", "bf16"),
+        default="mxfp4",
+        help="how routed experts are stored (default: %(default)s)",
+    )
+    p.add_argument(
+        "--trunk",
+        choices=("bf16", "f32"),
+        default="bf16",
+        help="how the other matrices are stored (default: %(default)s)",
+    )
 
     p = command("bench", _bench, "Measure prefill and decode against the read bandwidth.", as_json, threads)
-    p.add_argument("folder", metavar="DIR", nargs="?", help="a checkpoint folder; default: the small model that ships")
-    p.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="tokens in a prefill (default: %(default)s)")
-    p.add_argument("--steps", type=int, default=32, metavar="N", help="tokens decoded after it (default: %(default)s)")
+    p.add_argument(
+        "folder", metavar="DIR", nargs="?", help="a checkpoint folder; default: the small model that ships"
+    )
+    p.add_argument(
+        "--prompt-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens in a prefill (default: %(default)s)",
+    )
+    p.add_argument(
+        "--steps", type=int, default=32, metavar="N", help="tokens decoded after it (default: %(default)s)"
+    )
     p.add_argument("--repeats", type=int, default=7, metavar="N", help="how often (default: %(default)s)")
 
     p = command("snapshot", lambda args: 2, "Look at snapshot files; needs no weights.")

@@ -201,7 +201,8 @@ class K3Config:
         linear: dict[str, Any] = {}
         for name, field in FIELDS.items():
             value = getattr(self, name)
-            if value is None or (field.omit_default and value == field.default):
+            needed = name == "rope_theta" and not self.mla_use_nope
+            if value is None or (field.omit_default and value == field.default and not needed):
                 continue
             section, _, key = field.key.rpartition(".")
             (linear if section else text)[key] = value

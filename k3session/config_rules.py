@@ -39,17 +39,19 @@ def _switch(key: str, **more: Any) -> Field:
 
 
 _EPS = (1e-30, 1.0)
+#: Widths of which a kernel keeps a few rows on its stack; the released model has 512, 64 and 16.
+_WIDE = 16_384
 _KDA = "linear_attn_config."
 
 FIELDS: dict[str, Field] = {
     "vocab_size": _size("vocab_size"),
     "hidden_size": _size("hidden_size"),
-    "num_hidden_layers": _size("num_hidden_layers", high=100_000),
+    "num_hidden_layers": _size("num_hidden_layers", high=10_000),
     "num_attention_heads": _size("num_attention_heads"),
     "q_lora_rank": _size("q_lora_rank"),
-    "kv_lora_rank": _size("kv_lora_rank"),
+    "kv_lora_rank": _size("kv_lora_rank", high=_WIDE),
     "qk_nope_head_dim": _size("qk_nope_head_dim"),
-    "qk_rope_head_dim": _size("qk_rope_head_dim"),
+    "qk_rope_head_dim": _size("qk_rope_head_dim", high=_WIDE),
     "v_head_dim": _size("v_head_dim"),
     "mla_use_nope": _switch("mla_use_nope"),
     "mla_use_output_gate": _switch("mla_use_output_gate"),
@@ -67,7 +69,7 @@ FIELDS: dict[str, Field] = {
     "first_k_dense_replace": _size("first_k_dense_replace", low=0),
     "moe_layer_freq": _size("moe_layer_freq", required=False, default=1),
     "num_experts": _size("num_experts"),
-    "num_experts_per_token": _size("num_experts_per_token"),
+    "num_experts_per_token": _size("num_experts_per_token", high=_WIDE),
     "num_shared_experts": _size("num_shared_experts"),
     "moe_intermediate_size": _size("moe_intermediate_size"),
     "routed_expert_hidden_size": _size("routed_expert_hidden_size"),

@@ -71,7 +71,9 @@ def _cgroup_cores() -> float | None:
             quotas += [_quota(p / "cpu.max") for p in (folder, *folder.parents)]
         elif "cpu" in controllers.split(","):
             folder = Path("/sys/fs/cgroup/cpu") / place.lstrip("/")
-            quotas += [_quota(p / "cpu.cfs_quota_us", p / "cpu.cfs_period_us") for p in (folder, *folder.parents)]
+            quotas += [
+                _quota(p / "cpu.cfs_quota_us", p / "cpu.cfs_period_us") for p in (folder, *folder.parents)
+            ]
     return min((q for q in quotas if q), default=None)
 
 
@@ -79,6 +81,6 @@ def _quota(*files: Path) -> float | None:
     try:
         values = " ".join(f.read_text() for f in files).split()
         quota, period = (float(v) for v in values[:2])
-    except (OSError, ValueError):          # no such file, or "max"
+    except (OSError, ValueError):  # no such file, or "max"
         return None
     return quota / period if quota > 0 and period > 0 else None

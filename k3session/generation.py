@@ -51,21 +51,25 @@ def generate(
     tokenizer: TokenizerLike | None,
 ) -> Iterator[Generated]:
     """See `Session.generate`."""
-    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1):
+    if max_tokens is not None and (
+        isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1
+    ):
         raise ConfigError(f"max_tokens is {max_tokens!r}; expected None or a number of at least 1")
     if sampling is None:
         sampling = session.sampling or session.model.default_sampling
     elif not isinstance(sampling, Sampling):
         raise ConfigError(f"sampling is {type(sampling).__name__}; expected k3session.Sampling")
-    if sampling.seed is None:
+    if sampling.seed is None and sampling.temperature > 0:
         sampling = sampling.with_seed(secrets.randbits(63))
     stop_ids = session.model.default_sampling.stop_ids if sampling.stop_ids is None else sampling.stop_ids
     if tokenizer is None:
         tokenizer = session.model.tokenizer_or_none()
     if stop and tokenizer is None:
-        raise ConfigError("stop strings need a tokenizer, and the model's folder has none: pass tokenizer=, or use Sampling(stop_ids=...)")
+        raise ConfigError(
+            "stop strings need a tokenizer, and the model's folder has none: pass tokenizer=, "
+            "or use Sampling(stop_ids=...)"
+        )
     matcher = StopMatcher(stop) if stop else None
-    session.sampling = sampling
     return _loop(session, max_tokens, sampling, frozenset(stop_ids or ()), tokenizer, matcher)
 
 
@@ -78,8 +82,12 @@ def _loop(
     matcher: StopMatcher | None,
 ) -> Iterator[Generated]:
     if session.logits is None:
-        raise InvalidTokenError("there is nothing to continue from: call prefill() or step() with a prompt first")
-    decoder = None if tokenizer is None else IncrementalDecoder(tokenizer, context=session.tokens[-16:].tolist())
+        raise InvalidTokenError(
+            "there is nothing to continue from: call prefill() or step() with a prompt first"
+        )
+    decoder = (
+        None if tokenizer is None else IncrementalDecoder(tokenizer, context=session.tokens[-16:].tolist())
+    )
     session._generating(True)
     try:
         before = time.perf_counter()
@@ -90,8 +98,12 @@ def _loop(
             token = sampling.choose(logits, position=position, tokens=session.tokens)
             chance = logprob(logits, token)
             if session._cancelled():
-                raise PassCancelled(f"generation was cancelled at position {position}; the session can go on from there", position)
+                raise PassCancelled(
+                    f"generation was cancelled at position {position}; the session can go on from there",
+                    position,
+                )
             session.step(token)
+            session.sampling = sampling  # what a save from here on goes on with
             count += 1
             text, reason = "", None
             if decoder is not None:

@@ -47,7 +47,11 @@ def _activations(c: K3Config, rows: int) -> int:
     H = c.num_attention_heads
     streams = (c.num_attn_res_blocks + 5) * c.hidden_size + c.num_attn_res_blocks + 1
     kda = 9 * c.kda_dim + c.kda_head_dim + c.kda_num_heads
-    mla = c.q_lora_rank + H * (c.qk_head_dim + _up(c.latent_width, 16) + c.kv_lora_rank + 2 * c.v_head_dim) + c.latent_width
+    mla = (
+        c.q_lora_rank
+        + H * (c.qk_head_dim + _up(c.latent_width, 16) + c.kv_lora_rank + 2 * c.v_head_dim)
+        + c.latent_width
+    )
     ffn = max(c.intermediate_size, c.shared_intermediate_size) + c.num_experts
     ffn += 2 * (c.num_experts_per_token + c.routed_expert_hidden_size)
     return rows * (5 + streams + ffn + max(kda, mla))

@@ -37,7 +37,7 @@ _alive: weakref.WeakSet[Model] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for model in list(_alive):
-        model._lock = threading.Lock()      # a thread that held it does not exist here
+        model._lock = threading.Lock()  # a thread that held it does not exist here
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -49,10 +49,16 @@ class Model:
     A model is immutable: threads and sessions share it.  Close it when its sessions are closed, or use ``with``.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, threads: int, isa: str, progress: ProgressArgument = False) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, *, threads: int, isa: str, progress: ProgressArgument = False
+    ) -> None:
         report = Progress(progress)
         self._checkpoint: Checkpoint | None = checkpoint
-        self._weights: Any = Weights(checkpoint, report if report else None)
+        mode = ops.enter_float_mode()
+        try:
+            self._weights: Any = Weights(checkpoint, report or None)
+        finally:
+            ops.leave_float_mode(mode)
         self._decoder: Any = Decoder(self._weights)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -67,7 +73,7 @@ class Model:
         _alive.add(self)
         ops.hold_pool()
         self._pool = weakref.finalize(self, ops.release_pool)
-        self._pool.atexit = False          # at exit the threads go with the process
+        self._pool.atexit = False  # at exit the threads go with the process
 
     @classmethod
     def open(
@@ -179,7 +185,9 @@ class Model:
                 return
             if self._sessions:
                 names = ", ".join(sorted(s.name for s in self._sessions))
-                raise SessionBusyError(f"the model still has open sessions: {names}; close them first, or leave the with block")
+                raise SessionBusyError(
+                    f"the model still has open sessions: {names}; close them first, or leave the with block"
+                )
             # The table of tensors goes too: of the released model it takes hundreds of megabytes.
             checkpoint, self._checkpoint = self._checkpoint, None
             self._weights = self._decoder = None
@@ -191,18 +199,26 @@ class Model:
         self._check_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # A session that another thread is using cannot be closed; where an exception is on its way, it stays the one seen.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A session in use by another thread cannot be closed; an exception that is on its way stays the one seen.
         with contextlib.suppress(SessionBusyError) if kind is not None else contextlib.nullcontext():
             for session in self.sessions:
                 session.close()
             self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Model is a handle to mapped files and cannot be pickled; pass its path and open it there")
+        raise TypeError(
+            "a Model is a handle to mapped files and cannot be pickled; pass its path and open it there"
+        )
 
     def __repr__(self) -> str:
-        state = "closed" if self.is_closed else f"{self.config.num_hidden_layers} layers on {self.device} ({self.isa}, {self.threads} threads)"
+        state = (
+            "closed"
+            if self.is_closed
+            else f"{self.config.num_hidden_layers} layers on {self.device} ({self.isa}, {self.threads} threads)"
+        )
         return f"<Model {self.path.name}: {state}>"
 
     # ------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from k3session.errors import CheckpointError, ConfigError
 
@@ -35,9 +37,11 @@ class Sampling:
     logit_bias
         Added to the logits of these ids; ``-inf`` forbids one.
     repetition_penalty
-        Logits of ids that the session holds already are divided by it where positive, multiplied where negative; 1 is off.
+        Logits of ids that the session holds already are divided by it where positive, multiplied where negative;
+        1 is off.
     processor
-        ``(ids, logits) -> logits``, before temperature.  It gets a copy and may change it.  It is not saved in a snapshot.
+        ``(ids, logits) -> logits``, before temperature.  It gets a copy and may change it.  It is not saved in a
+        snapshot.
     temperature
         Logits are divided by it; 0 takes the largest logit, the lowest id among equals.
     top_k
@@ -69,15 +73,32 @@ class Sampling:
     stop_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, "a finite number of at least 0", _real(self.temperature) and self.temperature >= 0)
+        _check(
+            "temperature",
+            self.temperature,
+            "a finite number of at least 0",
+            _real(self.temperature) and self.temperature >= 0,
+        )
         _check("top_k", self.top_k, "an integer of at least 0", _integer(self.top_k) and self.top_k >= 0)
-        _check("top_p", self.top_p, "a number above 0 and at most 1", _real(self.top_p) and 0 < self.top_p <= 1)
+        _check(
+            "top_p", self.top_p, "a number above 0 and at most 1", _real(self.top_p) and 0 < self.top_p <= 1
+        )
         _check("min_p", self.min_p, "a number from 0 to 1", _real(self.min_p) and 0 <= self.min_p <= 1)
         penalty = self.repetition_penalty
         _check("repetition_penalty", penalty, "a finite number above 0", _real(penalty) and penalty > 0)
         seed = self.seed
-        _check("seed", seed, "None or an integer from 0 to 2^64 - 1", seed is None or (_integer(seed) and 0 <= seed < 2**64))
-        _check("processor", self.processor, "a function of (ids, logits)", self.processor is None or callable(self.processor))
+        _check(
+            "seed",
+            seed,
+            "None or an integer from 0 to 2^64 - 1",
+            seed is None or (_integer(seed) and 0 <= seed < 2**64),
+        )
+        _check(
+            "processor",
+            self.processor,
+            "a function of (ids, logits)",
+            self.processor is None or callable(self.processor),
+        )
         stop_ids = self.stop_ids
         if stop_ids is not None:
             stop_ids = tuple(stop_ids) if isinstance(stop_ids, Sequence) else (stop_ids,)
@@ -85,7 +106,8 @@ class Sampling:
             object.__setattr__(self, "stop_ids", tuple(int(i) for i in stop_ids))
         bias = self.logit_bias
         sound = isinstance(bias, Mapping) and all(
-            _integer(k) and isinstance(v, numbers.Real) and not math.isnan(v) and v != math.inf for k, v in bias.items()
+            _integer(k) and isinstance(v, numbers.Real) and not math.isnan(v) and v != math.inf
+            for k, v in bias.items()
         )
         _check("logit_bias", bias, "a mapping of token ids to numbers below infinity", sound)
         object.__setattr__(self, "logit_bias", {int(k): float(v) for k, v in bias.items()})
@@ -127,7 +149,9 @@ class Sampling:
         at = np.searchsorted(total, uniform(self.seed or 0, position) * total[-1], side="right")
         return int(kept[min(int(at), kept.size - 1)])
 
-    def _scores(self, logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+    def _scores(
+        self, logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.float32]:
         if not self.logit_bias and self.repetition_penalty == 1.0 and self.processor is None:
             return logits
         scores = np.array(logits, np.float32)
@@ -149,7 +173,9 @@ class Sampling:
             scores = given
         return scores
 
-    def _distribution(self, scores: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    def _distribution(
+        self, scores: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Ids that may be chosen, ascending, with their weights."""
         # Less the largest first: what is divided by a tiny temperature may overflow to -inf, never to inf.
         z = scores.astype(np.float64)
@@ -194,9 +220,8 @@ class Sampling:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) that belongs to a seed and a position: Philox, counted by the position."""
-    word = int(np.random.Philox(key=seed, counter=position).random_raw())
-    return (word >> 11) * 2.0**-53
+    """The number in [0, 1) that belongs to a seed and a position: the upper 53 bits of an XXH3 hash of the two."""
+    return (xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed, position)) >> 11) * 2.0**-53
 
 
 def read_generation_config(folder: Path, eos_ids: tuple[int, ...]) -> Sampling:

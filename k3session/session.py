@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -360,7 +361,9 @@ class Session:
             self._begin()
             layers = tuple(LayerSnapshot(**layer.export()) for layer in self._timeline.layers)
             tokens, logits = self._head(include_tokens)
-            return Snapshot(self._timeline.position, tokens, logits, layers, self._facts(meta, include_tokens))
+            return Snapshot(
+                self._timeline.position, tokens, logits, layers, self._facts(meta, include_tokens)
+            )
 
     def restore(self, snapshot: Snapshot) -> None:
         """Become what the snapshot says.  A snapshot that is refused changes nothing.
@@ -373,7 +376,9 @@ class Session:
             The snapshot holds more tokens than this session may.
         """
         if not isinstance(snapshot, Snapshot):
-            raise TypeError(f"expected a k3session.Snapshot, found {type(snapshot).__name__}; for a file use Session.load")
+            raise TypeError(
+                f"expected a k3session.Snapshot, found {type(snapshot).__name__}; for a file use Session.load"
+            )
         with self._owner:
             self._begin(failed_is_fine=True)
             self._check_facts(snapshot.facts, snapshot.logits)
@@ -408,7 +413,9 @@ class Session:
                     for name, (shape, dtype) in layer.shapes(self._timeline.position).items():
                         # One array is copied out at a time: a save needs little memory beside the session's own.
                         kind = "BF16" if dtype == np.uint16 else "F32"
-                        parts.append(Part(f"layers.{i}.{name}", kind, shape, functools.partial(layer.array, name)))
+                        parts.append(
+                            Part(f"layers.{i}.{name}", kind, shape, functools.partial(layer.array, name))
+                        )
                 return write_file(path, parts, self._facts(meta, include_tokens), report)
             finally:
                 report.close()
@@ -430,12 +437,12 @@ class Session:
             known = isinstance(latent, str) and latent in _LATENTS
             session = cls(model, capacity=capacity, latent=str(latent) if known else "fp32")
             try:
-                session._check_facts(reader.facts, None)
+                session._check_facts(reader.facts, None, reader.name)
                 session._check_size(reader)
-                session._check_room(position)
+                session._check_room(position, reader.name)
                 snapshot = Snapshot.from_reader(reader)
-                session._check_arrays(snapshot)
-                session._take(snapshot)
+                session._check_arrays(snapshot, reader.name)
+                session._take(snapshot, reader.name)
             except BaseException:
                 session.close()
                 raise
@@ -461,17 +468,19 @@ class Session:
         self._check_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
             return
-        try:
+        with contextlib.suppress(SessionBusyError):  # the exception on its way matters more than this one
             self.close()
-        except SessionBusyError:
-            pass                           # the exception on its way matters more than this one
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Session is a handle to memory of this process and cannot be pickled; save() it and load() it there")
+        raise TypeError(
+            "a Session is a handle to memory of this process and cannot be pickled; save() it and load() it there"
+        )
 
     def __repr__(self) -> str:
         if self._closed:
@@ -504,13 +513,15 @@ class Session:
 
     def _failed(self) -> K3Error:
         first = self._failure
-        layer = getattr(first, "layer", "")
-        return NonFiniteError(f"{self.name} has failed and accepts only restore() and close(): {first}", layer)
+        said = f"{self.name} has failed and accepts only restore() and close(): {first}"
+        return NonFiniteError(said, first.layer) if isinstance(first, NonFiniteError) else K3Error(said)
 
     def _logits(self) -> npt.NDArray[np.float32] | None:
         """The row of logits that belongs to the position."""
         position = self._timeline.position
-        return next((row[0] for row, at in zip(self._rows, self._rows_at, strict=True) if at == position), None)
+        return next(
+            (row[0] for row, at in zip(self._rows, self._rows_at, strict=True) if at == position), None
+        )
 
     def _forward(
         self, ids: npt.NDArray[np.int32], embeddings: npt.NDArray[np.float32] | None = None
@@ -524,11 +535,13 @@ class Session:
             bad = self._decoder.forward(self._scratch, [self._timeline], [ids.size], ids, embeddings, row)
         except PassCancelled:
             self._scratch.clear_cancel()
-            raise PassCancelled(f"cancelled; {self.name} stands at position {position} and can go on from there", position) from None
+            raise PassCancelled(
+                f"cancelled; {self.name} stands at position {position} and can go on from there", position
+            ) from None
         if bad is not None:
             self._failure = NonFiniteError(
-                f"{bad[0]} gave a value that is not finite, in the pass that began at position {self._timeline.position}; "
-                "look for NaN or infinite weights with 'k3session check --deep'",
+                f"{bad[0]} gave a value that is not finite, in the pass that began at position "
+                f"{self._timeline.position}; look for NaN or infinite weights with 'k3session check --deep'",
                 bad[0],
             )
             raise self._failure
@@ -539,9 +552,13 @@ class Session:
         try:
             value = operator.index(token)
         except TypeError:
-            raise InvalidTokenError(f"a token is an integer below {self._vocab}; found {type(token).__name__}") from None
+            raise InvalidTokenError(
+                f"a token is an integer below {self._vocab}; found {type(token).__name__}"
+            ) from None
         if not 0 <= value < self._vocab or token is True or token is False:
-            raise InvalidTokenError(f"token {token!r} is not in the vocabulary; expected an integer from 0 to {self._vocab - 1}")
+            raise InvalidTokenError(
+                f"token {token!r} is not in the vocabulary; expected an integer from 0 to {self._vocab - 1}"
+            )
         return value
 
     def _checked_prompt(self, prompt: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32] | None]:
@@ -555,10 +572,12 @@ class Session:
             raise InvalidTokenError("the prompt is empty; expected at least one token")
         if array.ndim == 2 and array.dtype.kind == "f":
             hidden = self._model.config.hidden_size
-            with np.errstate(over="ignore"):                        # what overflows is found below
+            with np.errstate(over="ignore"):  # what overflows is found below
                 rows = np.ascontiguousarray(array, np.float32)
             if rows.shape[1] != hidden:
-                raise InvalidTokenError(f"embeddings have width {rows.shape[1]}; expected hidden_size, {hidden}")
+                raise InvalidTokenError(
+                    f"embeddings have width {rows.shape[1]}; expected hidden_size, {hidden}"
+                )
             if not np.isfinite(rows).all():
                 bad = int(np.argwhere(~np.isfinite(rows))[0][0])
                 raise InvalidTokenError(f"embedding row {bad} has a value that is not finite")
@@ -571,13 +590,22 @@ class Session:
         outside = np.flatnonzero((array < 0) | (array >= self._vocab))
         if outside.size:
             at = int(outside[0])
-            raise InvalidTokenError(f"token {int(array[at])} at {at} is not in the vocabulary; expected 0 to {self._vocab - 1}")
+            raise InvalidTokenError(
+                f"token {int(array[at])} at {at} is not in the vocabulary; expected 0 to {self._vocab - 1}"
+            )
         return np.ascontiguousarray(array, np.int32), None
 
     def _check_out(self, out: Any) -> None:
-        if not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != (self._vocab,) or not out.flags.writeable:
+        if (
+            not isinstance(out, np.ndarray)
+            or out.dtype != np.float32
+            or out.shape != (self._vocab,)
+            or not out.flags.writeable
+        ):
             found = f"{out.dtype} of shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
-            raise ConfigError(f"out must be a writable float32 array of shape ({self._vocab},); found {found}")
+            raise ConfigError(
+                f"out must be a writable float32 array of shape ({self._vocab},); found {found}"
+            )
 
     def _full(self, n: int) -> CapacityError:
         return CapacityError(
@@ -590,7 +618,9 @@ class Session:
         grown[: self._ids.size] = self._ids
         self._ids = grown
 
-    def _head(self, include_tokens: bool) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
+    def _head(
+        self, include_tokens: bool
+    ) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
         tokens = self._ids[: self._timeline.position].copy() if include_tokens else None
         row = self._logits()
         return tokens, None if row is None else row.copy()
@@ -616,7 +646,9 @@ class Session:
             "meta": check_meta(meta),
         }
 
-    def _check_facts(self, facts: dict[str, Any], logits: npt.NDArray[Any] | None) -> None:
+    def _check_facts(
+        self, facts: dict[str, Any], logits: npt.NDArray[Any] | None, name: str = "the snapshot"
+    ) -> None:
         """Raise unless a snapshot with these facts can become this session; every difference is listed."""
         here = self._facts(None, False)
         differences: dict[str, tuple[Any, Any]] = {
@@ -634,13 +666,17 @@ class Session:
         if logits is not None and logits.shape != (self._vocab,):
             differences["vocab_size"] = (logits.shape, (self._vocab,))
         if differences:
-            said = "; ".join(f"{n}: snapshot {_short(a)}, here {_short(b)}" for n, (a, b) in differences.items())
-            raise SnapshotMismatchError(f"the snapshot belongs to another model or other options: {said}", differences)
+            said = "; ".join(
+                f"{n}: snapshot {_short(a)}, here {_short(b)}" for n, (a, b) in differences.items()
+            )
+            raise SnapshotMismatchError(
+                f"{name} belongs to another model or other options: {said}", differences
+            )
 
-    def _check_room(self, position: int) -> None:
+    def _check_room(self, position: int, name: str = "the snapshot") -> None:
         if position > self._capacity:
             raise CapacityError(
-                f"the snapshot holds {position} tokens; this session may hold {self._capacity}: give it a larger capacity"
+                f"{name} holds {position} tokens; this session may hold {self._capacity}: give it a larger capacity"
             )
 
     def _check_size(self, reader: SnapshotReader) -> None:
@@ -650,12 +686,18 @@ class Session:
         for i, layer in enumerate(self._timeline.layers):
             expected |= {f"layers.{i}.{name}": shape for name, (shape, _) in layer.shapes(position).items()}
         found = {n: t.shape for n, t in reader.tensors.items() if n.startswith("layers.")}
-        wrong = {n: (found.get(n), expected.get(n)) for n in {**found, **expected} if found.get(n) != expected.get(n)}
+        wrong = {
+            n: (found.get(n), expected.get(n))
+            for n in {**found, **expected}
+            if found.get(n) != expected.get(n)
+        }
         if wrong:
             name, (a, b) = next(iter(wrong.items()))
-            raise SnapshotMismatchError(f"{reader.name}: {name} has shape {a}, expected {b}; {len(wrong)} tensors differ", wrong)
+            raise SnapshotMismatchError(
+                f"{reader.name}: {name} has shape {a}, expected {b}; {len(wrong)} tensors differ", wrong
+            )
 
-    def _take(self, snapshot: Snapshot) -> None:
+    def _take(self, snapshot: Snapshot, name: str = "the snapshot") -> None:
         """Become the snapshot, whose facts and arrays have been compared."""
         here = self._facts(None, False)
         exact = all(snapshot.facts.get(n) == here[n] for n in ("build", "isa", "device"))
@@ -665,7 +707,7 @@ class Session:
             chosen = Sampling.from_dict(sampling) if sampling is not None else None
             digests = {int(k): str(v) for k, v in (snapshot.facts.get("embeddings") or {}).items()}
         except (ConfigError, TypeError, ValueError, AttributeError) as problem:
-            raise SnapshotError(f"the snapshot's sampling or embeddings cannot be read: {problem}") from None
+            raise SnapshotError(f"{name}: its sampling or embeddings cannot be read: {problem}") from None
         ids = np.full(max(64, position), -1, np.int32)
         if tokens is not None:
             ids[:position] = tokens
@@ -674,7 +716,9 @@ class Session:
         if logits is not None:
             self._rows[spare][0] = logits
             rows_at[spare] = position
-        replace = functools.partial(self._timeline.replace, position, [layer.arrays() for layer in snapshot.layers])
+        replace = functools.partial(
+            self._timeline.replace, position, [layer.arrays() for layer in snapshot.layers]
+        )
         become = functools.partial(
             self.__dict__.update,
             _ids=ids,
@@ -686,23 +730,31 @@ class Session:
             _resume="exact" if exact else "tolerance",
         )
         # Ctrl-C acts after a call: as one call, the two are done together, or neither is where the first one fails.
-        list(map(operator.call, (replace, become)))
+        # In the midst of it the session is failed, which is what the child of a fork finds that comes just then.
+        both = map(operator.call, (replace, become))
+        before, broken = self._failure, K3Error("a restore was broken off in the middle")
+        try:
+            self._failure = broken
+            list(both)
+        except (K3Error, MemoryError):  # raised before anything was changed
+            self._failure = before
+            raise
 
-    def _check_arrays(self, snapshot: Snapshot) -> None:
+    def _check_arrays(self, snapshot: Snapshot, name: str = "the snapshot") -> None:
         """Raise unless what belongs to no layer is what this session can hold; layers are looked at by their owner."""
         position, tokens, logits = snapshot.position, snapshot.tokens, snapshot.logits
         wrong: dict[str, tuple[Any, Any]] = {}
         if len(snapshot.layers) != self._model.config.num_hidden_layers:
             wrong["num_hidden_layers"] = (len(snapshot.layers), self._model.config.num_hidden_layers)
         expected = (("tokens", tokens, np.int32, (position,)), ("logits", logits, np.float32, (self._vocab,)))
-        for name, array, dtype, shape in expected:
+        for part, array, dtype, shape in expected:
             if array is not None and (array.dtype != dtype or array.shape != shape):
-                wrong[name] = (f"{array.dtype} {array.shape}", f"{np.dtype(dtype)} {shape}")
+                wrong[part] = (f"{array.dtype} {array.shape}", f"{np.dtype(dtype)} {shape}")
         if tokens is not None and tokens.size and not -1 <= tokens.min() <= tokens.max() < self._vocab:
             wrong["tokens"] = (f"{tokens.min()} to {tokens.max()}", f"-1 to {self._vocab - 1}")
         if wrong:
             said = "; ".join(f"{n}: snapshot {a}, expected {b}" for n, (a, b) in wrong.items())
-            raise SnapshotMismatchError(f"the snapshot does not fit the model: {said}", wrong)
+            raise SnapshotMismatchError(f"{name} does not fit the model: {said}", wrong)
 
 
 def _short(value: Any) -> str:

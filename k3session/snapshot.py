@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ from k3session.snapshot_file import FORMAT_VERSION, Part, SnapshotReader, serial
 __all__ = ["LayerSnapshot", "Snapshot", "diff_files", "inspect_file", "verify_file"]
 
 _ARRAYS = ("conv", "state", "latent")
+
+
+def _same(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class Snapshot:
     def parts(self) -> list[Part]:
         """The tensors of the file, in order."""
         parts = [
-            Part(f"layers.{i}.{name}", "BF16" if a.dtype == np.uint16 else "F32", a.shape, lambda a=a: a)
+            Part(f"layers.{i}.{name}", "BF16" if a.dtype == np.uint16 else "F32", a.shape, partial(_same, a))
             for i, layer in enumerate(self.layers)
             for name, a in layer.arrays().items()
         ]
@@ -114,7 +119,9 @@ class Snapshot:
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Snapshot:
         """Read what `to_bytes` returned, or the bytes of a file; everything is checked against its digest."""
         if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise TypeError(f"expected bytes, found {type(data).__name__}; for a file use Snapshot.open(path)")
+            raise TypeError(
+                f"expected bytes, found {type(data).__name__}; for a file use Snapshot.open(path)"
+            )
         with SnapshotReader(data) as reader:
             return cls.from_reader(reader)
 
@@ -135,7 +142,9 @@ class Snapshot:
             if kind == "layers" and number.isdecimal() and int(number) < count and part in _ARRAYS:
                 layers[int(number)][part] = reader.read(name)
             elif name not in ("tokens", "logits") and not name.startswith("x."):
-                raise SnapshotCorruptError(f"{reader.name}: the tensor {name!r} belongs to no part of a snapshot")
+                raise SnapshotCorruptError(
+                    f"{reader.name}: the tensor {name!r} belongs to no part of a snapshot"
+                )
         tokens = reader.read("tokens") if "tokens" in reader.tensors else None
         logits = reader.read("logits") if "logits" in reader.tensors else None
         if tokens is not None and tokens.shape != (position,):
@@ -160,7 +169,9 @@ def stated_size(reader: SnapshotReader) -> tuple[int, int]:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**40:
             raise SnapshotCorruptError(f"{reader.name}: {what} is {value!r}; expected a count")
     if layers > len(reader.tensors):  # type: ignore[operator]
-        raise SnapshotCorruptError(f"{reader.name}: {layers} layers are stated, with {len(reader.tensors)} tensors")
+        raise SnapshotCorruptError(
+            f"{reader.name}: {layers} layers are stated, with {len(reader.tensors)} tensors"
+        )
     return position, layers  # type: ignore[return-value]
 
 
@@ -176,7 +187,10 @@ def inspect_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What the header of a snapshot file says; reads no weights and no state, only the tokens."""
     with SnapshotReader(path) as reader:
         facts = dict(reader.facts)
-        tensors = {n: {"dtype": i.dtype, "shape": list(i.shape), "xxh3_128": reader.digests[n]} for n, i in reader.tensors.items()}
+        tensors = {
+            n: {"dtype": i.dtype, "shape": list(i.shape), "xxh3_128": reader.digests[n]}
+            for n, i in reader.tensors.items()
+        }
         tokens = reader.read("tokens").tolist() if "tokens" in reader.tensors else None
         return {"path": os.fspath(path), "bytes": reader.size, "format_version": FORMAT_VERSION, **facts,
                 "tokens": tokens, "tensors": tensors}  # fmt: skip
@@ -199,7 +213,8 @@ def diff_files(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> dict[str
     """Fields and tensors in which two snapshot files differ: name -> (in a, in b); tensors by digest."""
     with SnapshotReader(a) as left, SnapshotReader(b) as right:
         sides: list[Mapping[str, Any]] = [
-            {**_flat(r.facts), **{f"tensor {n}": (r.digests[n], list(i.shape)) for n, i in r.tensors.items()}} for r in (left, right)
+            {**_flat(r.facts), **{f"tensor {n}": (r.digests[n], list(i.shape)) for n, i in r.tensors.items()}}
+            for r in (left, right)
         ]
     names = dict.fromkeys([*sides[0], *sides[1]])
     return {n: (sides[0].get(n), sides[1].get(n)) for n in names if sides[0].get(n) != sides[1].get(n)}

@@ -34,7 +34,12 @@ FORMAT = "k3session-snapshot"
 FORMAT_VERSION = 1
 _BLOCK = 8 << 20
 _ZEROS = "0" * 32
-_NUMPY = {"F32": np.dtype("<f4"), "BF16": np.dtype("<u2"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
+_NUMPY: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "BF16": np.dtype("<u2"),
+    "I32": np.dtype("<i4"),
+    "U8": np.dtype("u1"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,9 @@ def serialize(parts: list[Part], facts: Mapping[str, Any]) -> bytes:
     return out.getvalue()
 
 
-def write_file(path: str | os.PathLike[str], parts: list[Part], facts: Mapping[str, Any], progress: Progress) -> int:
+def write_file(
+    path: str | os.PathLike[str], parts: list[Part], facts: Mapping[str, Any], progress: Progress
+) -> int:
     """Write the file `path`, and return its size.
 
     The bytes go to a temporary file in the same folder (mode 0600), which is flushed to the disk and then renamed
@@ -102,7 +109,7 @@ def write_file(path: str | os.PathLike[str], parts: list[Part], facts: Mapping[s
     """
     try:
         target = Path(os.path.realpath(os.fspath(path)))
-    except ValueError as problem:          # a NUL in it
+    except ValueError as problem:  # a NUL in it
         raise SnapshotError(f"{path!r}: not a path: {problem}") from None
     renamed = False
     try:
@@ -153,7 +160,9 @@ def _check_replaceable(target: Path) -> None:
         return
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "no ordinary file"
-        raise SnapshotError(f"{target}: is {what}; expected the name of a snapshot file, new or to be replaced")
+        raise SnapshotError(
+            f"{target}: is {what}; expected the name of a snapshot file, new or to be replaced"
+        )
 
 
 def _temporary(target: Path) -> tuple[Path, int]:
@@ -162,7 +171,7 @@ def _temporary(target: Path) -> tuple[Path, int]:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.k3tmp")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            with contextlib.suppress(OSError):                      # some network file systems have no locks
+            with contextlib.suppress(OSError):  # some network file systems have no locks
                 fcntl.flock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink > 0:
                 return temporary, fd
@@ -171,7 +180,7 @@ def _temporary(target: Path) -> tuple[Path, int]:
                 os.unlink(temporary)
             os.close(fd)
             raise
-        os.close(fd)                       # another save took it for stale before it was locked
+        os.close(fd)  # another save took it for stale before it was locked
 
 
 def _reason(problem: OSError) -> str:
@@ -280,7 +289,9 @@ class SnapshotReader:
                 {"format_version": (int(version), FORMAT_VERSION)},
             )
         if version != str(FORMAT_VERSION):
-            raise SnapshotCorruptError(f"{self.name}: the format version is {version!r}; expected {FORMAT_VERSION}")
+            raise SnapshotCorruptError(
+                f"{self.name}: the format version is {version!r}; expected {FORMAT_VERSION}"
+            )
         raw = self._raw(0, self._start)
         stated = metadata.get("header_digest", "").encode()
         mark = b'"header_digest":"' + stated
@@ -289,12 +300,16 @@ class SnapshotReader:
             raise SnapshotCorruptError(f"{self.name}: the digest of the header is missing")
         at += len(mark) - 32
         if xxhash.xxh3_128_hexdigest(raw[:at] + _ZEROS.encode() + raw[at + 32 :]).encode() != stated:
-            raise SnapshotCorruptError(f"{self.name}: the header does not match its digest; the file has been altered")
+            raise SnapshotCorruptError(
+                f"{self.name}: the header does not match its digest; the file has been altered"
+            )
         try:
             self.facts: dict[str, Any] = json.loads(metadata["facts"])
             self.digests: dict[str, str] = json.loads(metadata["digests"])
         except (KeyError, ValueError, RecursionError) as problem:
-            raise SnapshotCorruptError(f"{self.name}: the facts in the header cannot be read: {problem}") from None
+            raise SnapshotCorruptError(
+                f"{self.name}: the facts in the header cannot be read: {problem}"
+            ) from None
         if not isinstance(self.facts, dict) or not isinstance(self.digests, dict):
             raise SnapshotCorruptError(f"{self.name}: the facts in the header are no named values")
         if set(self.digests) != set(self.tensors):
@@ -324,7 +339,9 @@ class SnapshotReader:
             if got != info.nbytes:
                 raise SnapshotCorruptError(f"{self.name}: the file became shorter while {name} was read")
         if xxhash.xxh3_128_hexdigest(out) != self.digests[name]:
-            raise SnapshotCorruptError(f"{self.name}: {name} does not match its digest; the file has been altered")
+            raise SnapshotCorruptError(
+                f"{self.name}: {name} does not match its digest; the file has been altered"
+            )
         return out.view(_NUMPY[info.dtype]).reshape(info.shape)
 
     def altered(self, progress: Progress) -> Iterator[str]:

@@ -71,6 +71,7 @@ cdef class Taps:
 cdef class Decoder:
     cdef readonly Weights weights
 
+    cdef int check_pass(self, Scratch z, list timelines, list counts, const int32_t[::1] tokens, bint embedded) except -1
     cdef int run(self, Scratch z, const float* embeddings, int64_t n_take, float* logits, Taps taps) except -1 nogil
     cdef int kda(self, Scratch z, k3_layer* L, Taps taps, int64_t i) noexcept nogil
     cdef int mla(self, Scratch z, k3_layer* L, Taps taps, int64_t i) noexcept nogil

@@ -15,14 +15,12 @@ from libc.string cimport memcpy, memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from k3session._core.c_ops cimport (
-    K3_F32,
     K3_NO_BAD_SUBLAYER,
     k3_dims,
     k3_kda_state,
     k3_layer,
     k3_linear_job,
     k3_matrix,
-    k3_pass,
     k3_segment,
 )
 from k3session._core.ops cimport CpuOps, aligned, float_mode_enter, float_mode_leave
@@ -77,6 +75,15 @@ cdef int check_signals() except -1 with gil:
     return PyErr_CheckSignals()
 
 
+cdef int interrupted(Scratch z, double* checked) except -1 nogil:
+    """Between sub-layers: whether the pass was cancelled, and now and then whether Python has a signal to handle."""
+    cdef double now = monotonic()
+    if now - checked[0] > SIGNAL_SECONDS:
+        checked[0] = now
+        check_signals()
+    return z.cancelled != 0
+
+
 cdef class Decoder:
     """The graph over one set of weights; immutable and shared by all sessions of a model."""
 
@@ -92,7 +99,7 @@ cdef class Decoder:
         cdef int bad = 0
         cdef float* h = z.h if taps is not None else NULL
         cdef float* mix = z.mix if taps is not None else NULL
-        cdef double checked = monotonic(), now
+        cdef double checked = monotonic()
 
         bad |= z.ops.embed(z.ops.ctx, dims, &self.weights.embed_tokens, z.tokens, embeddings, z.s, R)
         bad |= z.ops.finite(z.ops.ctx, &z.job, z.s, z.owner, 0, R, d)
@@ -100,12 +107,8 @@ cdef class Decoder:
             taps.put(EMBED, 0, z.s, R, d)
 
         for i in range(dims.num_hidden_layers):
-            if z.cancelled:
+            if interrupted(z, &checked):
                 return CANCELLED
-            now = monotonic()
-            if now - checked > SIGNAL_SECONDS:
-                checked = now
-                check_signals()
             L = &self.weights.layers[i]
 
             # x <- rms(MIX(bank, s)).  At a block's start the raw running sum is banked, after it was mixed, and restarts.
@@ -125,6 +128,8 @@ cdef class Decoder:
             if taps is not None:
                 taps.put(ATTN_OUT, i, z.a, R, d)
 
+            if interrupted(z, &checked):
+                return CANCELLED
             bad |= z.ops.attn_res(z.ops.ctx, dims, z.bank, banked, z.rows, z.s, L.mlp_res, L.post_attention_layernorm,
                                   NULL, h, z.x, mix, R)
             if taps is not None:
@@ -249,6 +254,34 @@ cdef class Decoder:
                 taps.put(MOE_SHARED, i, z.b, R, dims.hidden_size)
         return bad
 
+    cdef int check_pass(self, Scratch z, list timelines, list counts, const int32_t[::1] tokens, bint embedded) except -1:
+        """Refuses a pass that its scratch, its sessions or this model could not take; nothing has been written."""
+        cdef int64_t n = len(timelines), i, total = 0, count
+        cdef Timeline t
+        cdef Timeline first
+        if n == 0 or n != len(counts) or n > z.segments_room or tokens.shape[0] > z.rows:
+            raise K3Error(
+                f"a pass of {tokens.shape[0]} rows in {n} segments does not fit scratch for {z.rows} in {z.segments_room}")
+        first = timelines[0]
+        if n > 1 and len(set(map(id, timelines))) != n:
+            raise K3Error("a session can be in a pass once")
+        for i in range(n):
+            t = timelines[i]
+            count = counts[i]
+            if count < 1 or count > tokens.shape[0]:
+                raise K3Error(f"a segment of {count} rows: expected at least 1, and no more than the pass has")
+            total += count
+            if t.weights is not self.weights or z.weights is not self.weights:
+                raise K3Error("sessions and scratch of a pass must be of its model")
+            if t.page_rows != first.page_rows or t.latent_dtype != first.latent_dtype:
+                raise K3Error("sessions of one pass must store their latent rows alike")
+        if total != tokens.shape[0]:
+            raise K3Error(f"the segments have {total} rows and the pass {tokens.shape[0]}")
+        for i in range(tokens.shape[0]):
+            if not (0 <= tokens[i] < self.weights.dims.vocab_size or (tokens[i] == -1 and embedded)):
+                raise K3Error(f"token {tokens[i]} in row {i} is not in the vocabulary")
+        return 0
+
     def forward(self, Scratch z not None, list timelines not None, list counts not None, const int32_t[::1] tokens,
                 embeddings=None, float[:, ::1] logits=None, bint every_row=False, Taps taps=None):
         """One pass over ``counts[i]`` tokens of ``timelines[i]``; commits each timeline that came through.
@@ -268,7 +301,7 @@ cdef class Decoder:
         ------
         PassCancelled, MemoryError, KeyboardInterrupt : nothing has been committed.
         """
-        cdef int64_t n = len(timelines), i, j, row = 0, n_take = 0, place
+        cdef int64_t n = len(timelines), i, j, row = 0, n_take = 0
         cdef Timeline t
         cdef k3_segment* seg
         cdef const float* embedded = NULL
@@ -276,8 +309,7 @@ cdef class Decoder:
         cdef const float[:, ::1] rows
         cdef unsigned int mode
         cdef int status
-        if n > z.segments_room or tokens.shape[0] > z.rows or tokens.shape[0] == 0:
-            raise K3Error(f"a pass of {tokens.shape[0]} rows in {n} segments does not fit scratch for {z.rows} in {z.segments_room}")
+        self.check_pass(z, timelines, counts, tokens, embeddings is not None)
         if embeddings is not None:
             rows = embeddings
             if rows.shape[0] != tokens.shape[0] or rows.shape[1] != self.weights.dims.hidden_size:
@@ -286,6 +318,7 @@ cdef class Decoder:
         for i in range(n):
             t = timelines[i]
             t.reserve(t.position + <int64_t>counts[i])
+        t = timelines[0]
         z.job.page_rows = t.page_rows
         z.job.latent_dtype = t.latent_dtype
         for i in range(n):
@@ -307,8 +340,8 @@ cdef class Decoder:
                     z.take[n_take] = row + j
                     n_take += 1
             row += seg.rows
-        if row != tokens.shape[0] or (logits is not None and logits.shape[0] != n_take):
-            raise K3Error("the segments of a pass must cover its rows, and the logits its outputs")
+        if logits is not None and (logits.shape[0] != n_take or logits.shape[1] != self.weights.dims.vocab_size):
+            raise K3Error(f"logits must be float32[{n_take}, {self.weights.dims.vocab_size}]")
         memcpy(z.tokens, &tokens[0], row * sizeof(int32_t))
         if n_take > 0:
             out = &logits[0, 0]
@@ -500,7 +533,8 @@ cdef class Taps:
         if self.site[site] == NULL:
             return
         for r in range(min(rows, self.rows)):
-            memcpy(self.site[site] + (r * self.layers[site] + layer) * self.width[site], source + r * width, width * sizeof(float))
+            memcpy(self.site[site] + (r * self.layers[site] + layer) * self.width[site], source + r * width,
+                   width * sizeof(float))
 
     cdef void put_ids(self, int64_t layer, const int32_t* source, int64_t rows, int64_t width) noexcept nogil:
         self.put(ROUTE_IDS, layer, <const float*>source, rows, width)

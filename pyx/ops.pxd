@@ -7,6 +7,7 @@ from k3session._core.c_ops cimport k3_cpu, k3_dims, k3_ops
 cdef class CpuOps:
     cdef k3_ops table             # what the decoder calls; table.ctx is &self.cpu
     cdef k3_cpu cpu               # threads and work buffers of one pass in flight
+    cdef bint holds_pool
     cdef readonly str isa         # "base", "avx2" or "avx512"
     cdef readonly int64_t rows    # the largest pass that the buffers hold
 

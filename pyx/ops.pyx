@@ -76,6 +76,16 @@ cdef void pool_release() noexcept nogil:
     k3_pool_release()
 
 
+def enter_float_mode() -> int:
+    """Rounding to nearest, subnormals kept, in this thread; returns what leave_float_mode takes."""
+    return k3_float_mode_enter()
+
+
+def leave_float_mode(unsigned int before) -> None:
+    """Puts back what another library may have set."""
+    k3_float_mode_leave(before)
+
+
 def best_isa() -> str:
     """The best instruction set that this processor and this build share: "base", "avx2" or "avx512"."""
     return ISAS[k3_cpu_best_isa()]
@@ -103,6 +113,8 @@ cdef class CpuOps:
     def __cinit__(self, Weights weights not None, int64_t rows, int threads, str isa):
         cdef int64_t x_floats, work_floats, list_items
         op_table(isa, &self.table)
+        k3_pool_hold()                  # for as long as a pass could use the threads
+        self.holds_pool = True
         self.isa = isa
         self.rows = rows
         self.table.ctx = &self.cpu
@@ -116,6 +128,9 @@ cdef class CpuOps:
         self.cpu.list = <int64_t*>aligned(list_items * 8)
 
     def __dealloc__(self):
+        if self.holds_pool:
+            with nogil:
+                k3_pool_release()
         free(self.cpu.list)
         free(self.cpu.work)
         free(self.cpu.x)

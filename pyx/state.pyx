@@ -8,7 +8,7 @@ without copying, and reserves its memory before a pass begins.
 
 import numpy as np
 
-from libc.stdint cimport int32_t, int64_t, uintptr_t
+from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
@@ -71,6 +71,8 @@ cdef class Timeline:
     """
 
     def __cinit__(self, Weights weights not None, bint bf16_latent=False, int64_t page_rows=64):
+        if page_rows < 1:
+            raise ValueError(f"page_rows is {page_rows}; expected at least 1")
         self.weights = weights
         self.latent_dtype = K3_BF16 if bf16_latent else K3_F32
         self.page_rows = page_rows
@@ -187,7 +189,8 @@ cdef class Timeline:
         """
         cdef int64_t i
         cdef K3CpuFallbackState layer
-        shapes = [(layer, a) for layer, a in zip(self.layers, arrays, strict=True)]
+        shapes = [(layer, {name: np.ascontiguousarray(a) for name, a in given.items()})
+                  for layer, given in zip(self.layers, arrays, strict=True)]
         for layer, a in shapes:
             layer.verify(position, a)
         self.reserve(position)
@@ -239,7 +242,7 @@ cdef class K3CpuFallbackState:
             _copy(out, self.timeline.now[self.mixer_index].state, True)
         else:
             width = out.shape[1] * out.itemsize
-            to = <char*><uintptr_t>out.ctypes.data
+            to = <char*>address(out)
             with nogil:
                 for t in range(position):
                     memcpy(to + t * width, self.timeline.latent(self.mixer_index, t), width)
@@ -266,9 +269,9 @@ cdef class K3CpuFallbackState:
             _copy(arrays["conv"], self.timeline.now[self.mixer_index].conv, False)
             _copy(arrays["state"], self.timeline.now[self.mixer_index].state, False)
             return
-        latent = np.ascontiguousarray(arrays["latent"])
+        latent = arrays["latent"]
         width = latent.shape[1] * latent.itemsize
-        start = <char*><uintptr_t>latent.ctypes.data
+        start = <char*>address(latent)
         with nogil:
             for t in range(position):
                 row = self.timeline.latent(self.mixer_index, t)
@@ -276,16 +279,19 @@ cdef class K3CpuFallbackState:
                 memset(row + width, 0, stride - width)
 
 
+cdef void* address(array) except NULL:
+    """Where an array's values are.  Not by .ctypes, which is code in Python: Ctrl-C could be raised in the midst of it."""
+    return <void*><uintptr_t>array.__array_interface__["data"][0]
+
+
 cdef int _copy(array, float* memory, bint out) except -1:
     """Between a contiguous float32 array and memory of the same size."""
     cdef int64_t n
-    if not array.flags.c_contiguous:
-        array = np.ascontiguousarray(array)
     n = array.nbytes
     if out:
-        memcpy(<void*><uintptr_t>array.ctypes.data, memory, n)
+        memcpy(address(array), memory, n)
     else:
-        memcpy(memory, <void*><uintptr_t>array.ctypes.data, n)
+        memcpy(memory, address(array), n)
     return 0
 
 

@@ -88,8 +88,9 @@ cdef class Weights:
         one = 0
         moe = sum(1 for i in range(d.num_hidden_layers) if self.layers[i].is_moe)
         if moe:
-            per = d.moe_intermediate_size * d.routed_expert_hidden_size
-            one = 3 * (per // 2 + per // 32 if self.experts[0].dtype == K3_MXFP4 else per * (2 if self.experts[0].dtype == K3_BF16 else 4))
+            one = 3 * d.moe_intermediate_size * d.routed_expert_hidden_size
+            kind = self.experts[0].dtype
+            one = one // 2 + one // 32 if kind == K3_MXFP4 else one * (2 if kind == K3_BF16 else 4)
         state = d.n_kda * d.kda_num_heads * d.kda_head_k * d.kda_head_v * 4
         return {"trunk": trunk, "experts": moe * d.num_experts_per_token * one, "state": 2 * state}
 
@@ -145,6 +146,8 @@ cdef class Weights:
         else:
             array = checkpoint.tensor(name + "_packed")
             scale = checkpoint.tensor(name + "_scale")
+            if scale.shape != (rows, cols // 32):
+                raise CheckpointError(f"{name}_scale: expected shape {(rows, cols // 32)}, found {scale.shape}")
             self._keep.append(scale)
             m.dtype = K3_MXFP4
             m.scale = <const uint8_t*><uintptr_t>scale.__array_interface__["data"][0]
@@ -221,6 +224,9 @@ cdef class Weights:
                 w[2 * E + e] = self._matrix(checkpoint, f"{moe}experts.{e}.w3.weight", inner, latent, packed)
             mlp = moe + "shared_experts."
             inner = c.num_shared_experts * c.moe_intermediate_size
+            for e in range(3 * E):
+                if w[e].dtype != w[0].dtype:
+                    raise CheckpointError(f"{moe}experts: all experts of a layer are stored alike; found two ways")
         if inner > 0:
             L.mlp.gate_proj = self._matrix(checkpoint, mlp + "gate_proj.weight", inner, d)
             L.mlp.up_proj = self._matrix(checkpoint, mlp + "up_proj.weight", inner, d)
@@ -234,4 +240,5 @@ cdef tuple _span(k3_matrix m):
 
 def _res(checkpoint, str name):
     """norm.weight * proj.weight of an AttnRes site, multiplied in float32."""
-    return widen(checkpoint.tensor(name + "_norm.weight")).reshape(-1) * widen(checkpoint.tensor(name + "_proj.weight")).reshape(-1)
+    norm, proj = (widen(checkpoint.tensor(f"{name}_{part}.weight")).reshape(-1) for part in ("norm", "proj"))
+    return norm * proj

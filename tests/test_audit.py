@@ -168,4 +168,4 @@ def test_the_estimate_of_the_released_model() -> None:
     assert memory["state_per_session"] == recurrent + windows == 434_110_464 + 30_523_392
     assert memory["latent_per_token_bf16"] == 27_648 and memory["latent_per_token_fp32"] == 2 * 27_648
     assert memory["weights_mapped"] == 1_559_965_606_912
-    assert 10_000_000 < memory["scratch"] < 200_000_000
+    assert memory["scratch"] < 2**29

@@ -394,7 +394,7 @@ def in_child(work):
             os._exit(code)
     return os.waitpid(pid, 0)[1]
 
-def decode(model, n=40):
+def decode(model, n=20):
     with model.session() as s:
         s.prefill([3, 1, 4, 1, 5] * n)
         return s.step(9).tobytes()
@@ -423,7 +423,7 @@ def inherited():                                   # model and session of the pa
     model.close()
     assert pool_workers() == 0
 
-for _ in range(3):
+for _ in range(2):
     assert in_child(inherited) == 0
 assert session.step(7).tobytes() == row and decode(model) == expected
 
@@ -433,7 +433,7 @@ busy = model.session()
 def work():
     while not stop.is_set():
         with model.session() as s:
-            s.prefill([5] * 300)
+            s.prefill([5] * 100)
 def hold():
     try:
         busy.prefill([6] * 4000, chunk=8)
@@ -455,14 +455,41 @@ def meanwhile():
             fresh.prefill([6] * position)
         assert busy.step(1).tobytes() == fresh.step(1).tobytes()
 
-for _ in range(5):
+for _ in range(3):
     time.sleep(0.02)
     assert in_child(meanwhile) == 0
+# While one is restored in another thread: the copy in the child is whole, or it says that it is not.
+snaps = []
+for token in (5, 6):
+    with model.session() as s:
+        s.prefill([token] * 2000)
+        snaps.append(s.snapshot())
+whole = [snap.to_bytes() for snap in snaps]
+turning = model.session()
+def turn():
+    while not stop.is_set():
+        for snap in snaps:
+            turning.restore(snap)
+threads.append(threading.Thread(target=turn))
+threads[-1].start()
+
+def look():
+    try:
+        assert turning.snapshot().to_bytes() in whole
+    except k3.K3Error as error:
+        assert "accepts only restore() and close(): a restore was broken off" in str(error), error
+        turning.restore(snaps[0])
+        assert turning.snapshot().to_bytes() == whole[0]
+
+for _ in range(10):
+    time.sleep(0.002)
+    assert in_child(look) == 0
 stop.set()
 busy.cancel()
 for t in threads:
     t.join()
 busy.close()
+turning.close()
 print(decode(model) == expected)
 session.close()
 model.close()

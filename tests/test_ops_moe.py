@@ -67,9 +67,10 @@ def test_the_lowest_id_wins_among_equals(isa: str) -> None:
         np.testing.assert_array_equal(ids, np.tile(np.arange(16), (rows, 1)))
         assert np.all(weights == 1 / 16)
     rng = np.random.default_rng(61)
-    for _ in range(20):  # a few values only, so that ties cross the cut
-        logits = rng.integers(-2, 3, (64, 896)).astype(np.float32)
-        np.testing.assert_array_equal(k.route(logits, np.zeros(896, np.float32))[0], chosen(logits, 16))
+    for E, T, levels in ((896, 16, 5), (40, 8, 9), (17, 5, 4), (9, 8, 3), (3, 2, 2)):  # ties cross the cut
+        k = make(isa, num_experts=E, num_experts_per_token=T)
+        logits = rng.integers(-levels, 1, (64, E)).astype(np.float32)
+        np.testing.assert_array_equal(k.route(logits, np.zeros(E, np.float32))[0], chosen(logits, T))
 
 
 @every_build

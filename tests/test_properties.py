@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checkpoint_tools import Tensors, as_f32, changed
 from core_access import Run, core, counts, disagreements, passes, random_chunks
 from golden_data import Tensor
 from hypothesis import given
@@ -32,7 +33,19 @@ class Shape:
     seed: int
 
     def write(self, folder: Path) -> Path:
-        return synth(folder / "model", self.config, seed=self.seed, experts=self.experts, trunk=self.trunk)
+        trunk = "bf16" if self.trunk == "mixed" else self.trunk
+        path = synth(folder / "model", self.config, seed=self.seed, experts=self.experts, trunk=trunk)
+        if self.trunk != "mixed":
+            return path
+        rng = np.random.default_rng(self.seed)
+
+        def widen_some(tensors: Tensors) -> None:
+            for name, raw in tensors.items():
+                # The experts of a layer have one dtype between them.
+                if raw.dtype == "BF16" and ".experts." not in name and rng.integers(2):
+                    tensors[name] = as_f32(raw)
+
+        return changed(path, folder / "mixed", tensors=widen_some)
 
 
 @st.composite
@@ -58,7 +71,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         v_head_dim=one_of(4, 16, 20, 35),
         mla_use_nope=not rotary,
         mla_use_output_gate=draw(st.booleans()),
-        rope_theta=one_of(10001.0, 50.0),
+        rope_theta=one_of(10000.0, 50.0),
         rms_norm_eps=one_of(1e-5, 1e-6),
         intermediate_size=one_of(16, 40, 97),
         first_k_dense_replace=draw(st.integers(0, min(2, layers))),
@@ -83,7 +96,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         tie_word_embeddings=draw(st.booleans()),
         max_position_embeddings=4096,
     )
-    return Shape(config, str(experts), str(one_of("bf16", "f32")), draw(st.integers(0, 2**32)))
+    return Shape(config, str(experts), str(one_of("bf16", "f32", "mixed")), draw(st.integers(0, 2**32)))
 
 
 def tokens_of(config: K3Config, seed: int, n: int) -> Tensor:

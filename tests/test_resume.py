@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_access import counts
+from core_access import core, counts
 from golden_data import Tensor, relative
 from ops_tools import ISAS, same_bits
 
@@ -25,10 +25,11 @@ VOCAB = 97
 TOKENS = np.random.default_rng(9).integers(0, VOCAB, 600, dtype=np.int32)
 SPREAD = (1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200, 511)
 GO_ON = 50
-BETWEEN_BUILDS = 4e-5
-"""Of the largest logit: two instruction sets, each within 2e-5 of exact."""
-BF16 = 5e-2
-"""Of the largest logit, bf16 against fp32 latents on random weights: the rounding of each stored value is 2^-9."""
+BETWEEN_BUILDS = {"fp32": 4e-5, "bf16": 5e-4}
+"""Of the largest logit.  Each instruction set is within 2e-5 of exact; measured between them: 7e-6.  In a BF16 cache a
+last bit decides now and then to which side a value is rounded, and that is 2^-8 of it; measured: 8e-5."""
+BF16 = 2e-2
+"""Of the largest logit, bf16 against fp32 latents over the same experts, on random weights; measured: 1.2e-2."""
 
 SAVE_AND_DIE = """
 import os, signal, sys, json
@@ -98,22 +99,26 @@ def test_kill_and_go_on(saved_on: str, nano: Path, tmp_path: Path, on: Callable[
     work |= {"spread": SPREAD, "latents": ["fp32", "bf16"], "go_on": GO_ON}
     died = process(SAVE_AND_DIE, saved_on, kill=True, threads=1, **work)
     assert died.returncode == -signal.SIGKILL, died.stderr
+    with on(saved_on) as model:
+        expected = {(n, latent): undisturbed(model, n, latent) for n in SPREAD for latent in ("fp32", "bf16")}
     for isa in ISAS:
         lives = process(LOAD_AND_GO_ON, isa, mark=isa, threads=2, **work)
         assert lives.returncode == 0, lives.stderr
         seen = json.loads(lives.stdout)
-        with on(saved_on) as model:
-            for n in SPREAD:
-                for latent in ("fp32", "bf16"):
-                    resume = "exact" if isa == saved_on else "tolerance"
-                    assert seen[f"{n}-{latent}"] == [n, latent, resume, {"n": n}, True]
-                    found = np.load(tmp_path / f"{n}-{latent}-{isa}.npy")
-                    expected = undisturbed(model, n, latent)
-                    same_bits(found[0], expected[0])  # the logits of the last token are saved, too
-                    if isa == saved_on:
-                        same_bits(found, expected)
-                    else:
-                        assert 0 < relative(found, expected) < BETWEEN_BUILDS
+        for (n, latent), rows in expected.items():
+            assert seen[f"{n}-{latent}"] == [
+                n,
+                latent,
+                "exact" if isa == saved_on else "tolerance",
+                {"n": n},
+                True,
+            ]
+            found = np.load(tmp_path / f"{n}-{latent}-{isa}.npy")
+            same_bits(found[0], rows[0])  # the logits of the last token are saved, too
+            if isa == saved_on:
+                same_bits(found, rows)
+            else:
+                assert 0 < relative(found, rows) < BETWEEN_BUILDS[latent]
 
 
 @pytest.mark.soak
@@ -187,9 +192,13 @@ def test_prefill_step_and_resume_are_the_same_to_the_bit(
             same_bits(s.prefill(TOKENS[n : n + 3], chunk=int(rng.integers(1, 4))), expected[3])
 
 
-def test_how_far_a_bf16_latent_is_from_fp32(model: k3.Model) -> None:
-    exact, rounded = (undisturbed(model, 300, latent) for latent in ("fp32", "bf16"))
-    assert 1e-4 < relative(rounded, exact) < BF16
+def test_how_far_a_bf16_latent_is_from_fp32(nano: Path) -> None:
+    """Rows whose experts are others, after a near tie, may be anywhere; hardly any is."""
+    with core(nano) as c:
+        exact, rounded = (c.run(TOKENS, bf16=bf16, taps=True) for bf16 in (False, True))
+    same = (exact.taps["route_ids"] == rounded.taps["route_ids"]).all((1, 2))
+    assert same.mean() > 0.98
+    assert 1e-4 < relative(rounded.logits[same], exact.logits[same]) < BF16
 
 
 @pytest.mark.parametrize("latent", ["fp32", "bf16"])
@@ -300,7 +309,7 @@ def test_every_part_of_the_state_matters(model: k3.Model) -> None:
 
 def test_the_rest_of_a_snapshot_matters(model: k3.Model) -> None:
     """Logits, seed and position: the first two change what is drawn, a position that does not fit is refused."""
-    sampling = k3.Sampling(temperature=1.5, seed=3)
+    sampling = k3.Sampling(temperature=1.5, seed=3, stop_ids=())
 
     def draw(s: k3.Session) -> list[int]:
         return [r.token for r in s.generate(30)]
@@ -312,7 +321,7 @@ def test_the_rest_of_a_snapshot_matters(model: k3.Model) -> None:
         expected = draw(s)
         s.restore(snap)
         assert draw(s) == expected
-        s.restore(replace(snap, logits=np.roll(snap.logits, 1)))
+        s.restore(replace(snap, logits=-snap.logits))
         assert draw(s) != expected
         s.restore(replace(snap, facts=snap.facts | {"sampling": replace(sampling, seed=4).to_dict()}))
         assert draw(s) != expected

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_tools import Raw, Tensors, changed, floats
-from session_tools import contents, prompt, same, same_sessions, step_all, unchanged
+from session_tools import Peak, contents, prompt, same, same_sessions, step_all, unchanged
 
 import k3session as k3
 from k3session.session import CHUNK_ROWS
@@ -161,6 +161,18 @@ def test_bytes_of_state(model: k3.Model) -> None:
         # Rows are padded to a cache line, and pages are reserved some ahead.
         assert 640 * rows * 4 <= fp32.nbytes - fixed <= 640 * rows * 4 * 1.2 * 1.25 + 3 * 64 * 48 * 4
         assert fp32.nbytes - fixed == 2 * (bf16.nbytes - fixed)
+
+
+def test_the_memory_of_a_prefill_does_not_grow_with_the_prompt(nano: Path) -> None:
+    grown = []
+    for n in (256, 4000):
+        with k3.Model.open(nano, threads=1) as model, model.session() as session:
+            session.prefill(prompt(128))  # everything is in place
+            before = session.nbytes
+            peak = Peak()
+            session.prefill(prompt(n - 128), chunk=128)
+            grown.append(peak.growth() - (session.nbytes - before))
+    assert grown[1] < grown[0] + (1 << 20), grown
 
 
 def test_names_and_representation(model: k3.Model, s: k3.Session) -> None:

@@ -63,11 +63,12 @@ void piece(void* arg, int64_t r) {
 
 }  // namespace
 
-int attn_res(void* ctx, const k3_dims* dims, const float* bank, int64_t n_bank, int64_t bank_rows, const float* s,
-             const float* u, const float* norm, const int64_t* take, float* h, float* x, float* weights, int64_t rows) {
+int attn_res(void* ctx, const k3_dims* dims, const float* bank, int64_t n_bank, int64_t bank_rows, const float* s, const float* u,
+             const float* norm, const int64_t* take, float* h, float* x, float* weights, int64_t rows) {
     const k3_cpu* cpu = (const k3_cpu*)ctx;
     Run run = {dims, bank, s, u, norm, take, h, x, weights, n_bank, bank_rows};
-    if (rows * (n_bank + 1) * dims->hidden_size * 8 < 2 * K3_PIECE_BYTES) for (int64_t r = 0; r < rows; ++r) piece(&run, r);
+    if (rows * (n_bank + 1) * dims->hidden_size * 8 < 2 * K3_PIECE_BYTES)
+        for (int64_t r = 0; r < rows; ++r) piece(&run, r);
     else each(cpu, rows, piece, &run);
     return 0;
 }

@@ -56,8 +56,14 @@ extern "C" int k3_cpu_ops(int isa, k3_ops* table) {
 
 extern "C" void k3_cpu_sizes(const k3_dims* d, int64_t rows, int64_t* x_floats, int64_t* work_floats, int64_t* list_items) {
     const int64_t C = d->kda_num_heads * d->kda_head_k;
-    const int64_t inputs[] = {d->hidden_size, C, d->kda_head_k, d->q_lora_rank, d->num_attention_heads * d->v_head_dim,
-                              d->intermediate_size, d->shared_intermediate_size, d->routed_expert_hidden_size};
+    const int64_t inputs[] = {d->hidden_size,
+                              C,
+                              d->kda_head_k,
+                              d->q_lora_rank,
+                              d->num_attention_heads * d->v_head_dim,
+                              d->intermediate_size,
+                              d->shared_intermediate_size,
+                              d->routed_expert_hidden_size};
     int64_t widest = 0;
     for (int64_t n : inputs) widest = n > widest ? n : widest;
     widest = (widest + 31) / 32 * 32;

@@ -6,7 +6,8 @@
 
 namespace K3_NS {
 
-int embed(void*, const k3_dims* dims, const k3_matrix* table, const int32_t* tokens, const float* embeddings, float* s, int64_t rows) {
+int embed(void*, const k3_dims* dims, const k3_matrix* table, const int32_t* tokens, const float* embeddings, float* s,
+          int64_t rows) {
     const int64_t d = dims->hidden_size;
     for (int64_t r = 0; r < rows; ++r) {
         float* out = s + r * d;

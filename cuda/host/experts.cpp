@@ -76,7 +76,8 @@ void output(void* arg, int64_t i) {
 
 }  // namespace
 
-int experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const float* z, const int32_t* ids, const float* weights, float* u, int64_t rows) {
+int experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const float* z, const int32_t* ids, const float* weights, float* u,
+            int64_t rows) {
     const k3_cpu* cpu = (const k3_cpu*)ctx;
     const int64_t E = dims->num_experts, T = dims->num_experts_per_token, slots = rows * T;
     const k3_matrix *w1 = moe->w1, *w2 = moe->w2;
@@ -85,7 +86,7 @@ int experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const float* z, c
 
     // Counting sort of the choices by expert; within an expert the rows stay in order.
     int64_t *active = cpu->list, *begin = active + E + 1, *row = begin + E + 1, *choice = row + slots;
-    int64_t *fill = active;           // counts first, compacted to the list of active experts afterwards
+    int64_t* fill = active;           // counts first, compacted to the list of active experts afterwards
     for (int64_t e = 0; e < E; ++e) fill[e] = 0;
     for (int64_t s = 0; s < slots; ++s) ++fill[ids[s]];
     int64_t at = 0;

@@ -47,7 +47,8 @@ int gate_up(void* ctx, const k3_dims* dims, const k3_matrix* gate, const k3_matr
     }
     const int64_t pieces = (gate->rows + K3_SITU_ROWS - 1) / K3_SITU_ROWS;
     const bool small = 2 * gate->rows * row_bytes(gate) * rows < 2 * K3_PIECE_BYTES;
-    if (small) for (int64_t i = 0; i < pieces; ++i) piece(&run, i);
+    if (small)
+        for (int64_t i = 0; i < pieces; ++i) piece(&run, i);
     else each(cpu, pieces, piece, &run);
     return 0;
 }

@@ -61,21 +61,19 @@ K3_INLINE int64_t rows_per_piece(int64_t row_bytes, int64_t uses) {
     return max64(8, n / 8 * 8);
 }
 
-K3_INLINE void each(const k3_cpu* cpu, int64_t pieces, k3_task task, void* arg) {
-    k3_pool_run(cpu->threads, pieces, task, arg);
-}
+K3_INLINE void each(const k3_cpu* cpu, int64_t pieces, k3_task task, void* arg) { k3_pool_run(cpu->threads, pieces, task, arg); }
 
 int embed(void*, const k3_dims*, const k3_matrix*, const int32_t*, const float*, float*, int64_t);
-int attn_res(void*, const k3_dims*, const float*, int64_t, int64_t, const float*, const float*, const float*,
-             const int64_t*, float*, float*, float*, int64_t);
+int attn_res(void*, const k3_dims*, const float*, int64_t, int64_t, const float*, const float*, const float*, const int64_t*,
+             float*, float*, float*, int64_t);
 int linear(void*, const k3_linear_job*, int64_t, int64_t);
 int gate_up(void*, const k3_dims*, const k3_matrix*, const k3_matrix*, const float*, float*, int64_t);
 int rms_norm(void*, const float*, int64_t, const float*, float, float*, int64_t, int64_t, int64_t);
-int kda_conv(void*, const k3_dims*, const k3_kda*, const k3_pass*, int64_t, const float*, const float*, const float*,
-             float*, float*, float*);
+int kda_conv(void*, const k3_dims*, const k3_kda*, const k3_pass*, int64_t, const float*, const float*, const float*, float*,
+             float*, float*);
 int kda_gates(void*, const k3_dims*, const k3_kda*, float*, float*, int64_t);
-int kda_recurrence(void*, const k3_dims*, const k3_pass*, int64_t, const float*, const float*, const float*,
-                   const float*, const float*, float*);
+int kda_recurrence(void*, const k3_dims*, const k3_pass*, int64_t, const float*, const float*, const float*, const float*,
+                   const float*, float*);
 int kda_output(void*, const k3_dims*, const k3_kda*, float*, const float*, int64_t);
 int mla_rope(void*, const k3_dims*, const k3_pass*, float*, float*);
 int mla_append(void*, const k3_dims*, const k3_mla*, const k3_pass*, int64_t, const float*);

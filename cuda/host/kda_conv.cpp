@@ -67,7 +67,8 @@ int kda_conv(void* ctx, const k3_dims* dims, const k3_kda* w, const k3_pass* pas
     const k3_cpu* cpu = (const k3_cpu*)ctx;
     Run run = {dims, w, pass, mixer_index, {q_raw, k_raw, v_raw}, {q, k, v}};
     const int64_t pieces = pass->n_segments * dims->kda_num_heads;
-    if (pass->rows * dims->kda_num_heads * dims->kda_head_k < 16384) for (int64_t i = 0; i < pieces; ++i) piece(&run, i);
+    if (pass->rows * dims->kda_num_heads * dims->kda_head_k < 16384)
+        for (int64_t i = 0; i < pieces; ++i) piece(&run, i);
     else each(cpu, pieces, piece, &run);
     return 0;
 }

@@ -34,7 +34,8 @@ void piece(void* arg, int64_t r) {
 int kda_output(void* ctx, const k3_dims* dims, const k3_kda* w, float* o, const float* g, int64_t rows) {
     const k3_cpu* cpu = (const k3_cpu*)ctx;
     Run run = {dims, w, o, g};
-    if (rows < 4) for (int64_t r = 0; r < rows; ++r) piece(&run, r);
+    if (rows < 4)
+        for (int64_t r = 0; r < rows; ++r) piece(&run, r);
     else each(cpu, rows, piece, &run);
     return 0;
 }

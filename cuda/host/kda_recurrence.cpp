@@ -87,7 +87,8 @@ int kda_recurrence(void* ctx, const k3_dims* dims, const k3_pass* pass, int64_t 
     Run run = {dims, pass, mixer_index, (dims->kda_head_v + STRIP - 1) / STRIP, q, k, v, alpha, beta, o};
     const int64_t pieces = pass->n_segments * dims->kda_num_heads * run.strips;
     const int64_t bytes = dims->kda_num_heads * dims->kda_head_k * dims->kda_head_v * 4 * pass->rows;
-    if (bytes < 2 * K3_PIECE_BYTES) for (int64_t i = 0; i < pieces; ++i) piece(&run, i);
+    if (bytes < 2 * K3_PIECE_BYTES)
+        for (int64_t i = 0; i < pieces; ++i) piece(&run, i);
     else each(cpu, pieces, piece, &run);
     return 0;
 }

@@ -72,7 +72,8 @@ int linear(void* ctx, const k3_linear_job* jobs, int64_t n_jobs, int64_t rows) {
         run.step[j] = small ? max64(1, w->rows) : rows_per_piece(row_bytes(w), rows > 16 ? 4 : 1);
         run.first[j + 1] = run.first[j] + (w->rows + run.step[j] - 1) / run.step[j];
     }
-    if (small) for (int64_t i = 0; i < run.first[n_jobs]; ++i) piece(&run, i);
+    if (small)
+        for (int64_t i = 0; i < run.first[n_jobs]; ++i) piece(&run, i);
     else each(cpu, run.first[n_jobs], piece, &run);
     return 0;
 }

@@ -81,7 +81,8 @@ int mla_absorb(void* ctx, const k3_dims* dims, const k3_mla* w, const float* q, 
     const k3_cpu* cpu = (const k3_cpu*)ctx;
     Run run = {dims, &w->kv_b_proj, q, qa, rows};
     const int64_t H = dims->num_attention_heads, bytes = H * dims->qk_nope_head_dim * dims->kv_lora_rank * 2 * rows;
-    if (bytes < 2 * K3_PIECE_BYTES) for (int64_t h = 0; h < H; ++h) piece(&run, h);
+    if (bytes < 2 * K3_PIECE_BYTES)
+        for (int64_t h = 0; h < H; ++h) piece(&run, h);
     else each(cpu, H, piece, &run);
     return 0;
 }

@@ -45,7 +45,8 @@ template <int BF16> K3_INLINE vf latent_16(const char* row, int64_t i) {
 }
 
 // Scores of up to N heads against one latent row.
-template <int BF16, int N> K3_INLINE void scores(const char* row, const float* const* q, int64_t stride, float scale, float* out, int64_t ldo) {
+template <int BF16, int N> K3_INLINE void scores(const char* row, const float* const* q, int64_t stride, float scale, float* out,
+                                                 int64_t ldo) {
     vf acc[N];
     for (int h = 0; h < N; ++h) acc[h] = vf(0.0f);
     for (int64_t i = 0; i < stride; i += 16) {
@@ -57,7 +58,8 @@ template <int BF16, int N> K3_INLINE void scores(const char* row, const float* c
 
 // o <- o * fade + sum over the block of p * latent, for N heads and columns i .. i + 16 (n real).
 template <int BF16, int N>
-K3_INLINE void weigh(const char* const* rows, int64_t count, const float* p, const float* fade, float* const* o, int64_t i, int64_t n) {
+K3_INLINE void weigh(const char* const* rows, int64_t count, const float* p, const float* fade, float* const* o, int64_t i,
+                     int64_t n) {
     vf acc[N];
     for (int h = 0; h < N; ++h) acc[h] = v_load_n(o[h] + i, n) * vf(fade[h]);
     for (int64_t t = 0; t < count; ++t) {
@@ -68,7 +70,8 @@ K3_INLINE void weigh(const char* const* rows, int64_t count, const float* p, con
 }
 
 template <int BF16, int N>
-static inline void heads(const char* const* rows, int64_t count, const k3_dims* dims, const float* const* q, float* m, float* l, float* const* o) {
+static inline void heads(const char* const* rows, int64_t count, const k3_dims* dims, const float* const* q, float* m, float* l,
+                         float* const* o) {
     float p[N * K3_BLOCK] __attribute__((aligned(64))), fade[N];
     for (int64_t t = 0; t < count; ++t) scores<BF16, N>(rows[t], q, dims->latent_stride, dims->attention_scale, p + t, K3_BLOCK);
     for (int h = 0; h < N; ++h) {
@@ -86,7 +89,8 @@ static inline void heads(const char* const* rows, int64_t count, const k3_dims* 
         l[h] = m_fma(l[h], fade[h], v_sum(sum));
         m[h] = top;
     }
-    for (int64_t i = 0; i < dims->kv_lora_rank; i += 16) weigh<BF16, N>(rows, count, p, fade, o, i, min64(16, dims->kv_lora_rank - i));
+    for (int64_t i = 0; i < dims->kv_lora_rank; i += 16)
+        weigh<BF16, N>(rows, count, p, fade, o, i, min64(16, dims->kv_lora_rank - i));
 }
 
 // One piece for the heads h0 .. h0 + count of a row: m, l and o are its results.
@@ -159,7 +163,8 @@ K3_INLINE float* slot(const Run* run, int64_t row, int64_t head, int64_t index) 
 void one_piece(void* arg, int64_t item) {
     const Run* run = (const Run*)arg;
     const int64_t H = run->dims->num_attention_heads;
-    const int64_t index = item % K3_MAX_PIECES, group = item / K3_MAX_PIECES % run->groups, row = item / K3_MAX_PIECES / run->groups;
+    const int64_t index = item % K3_MAX_PIECES, group = item / K3_MAX_PIECES % run->groups,
+                  row = item / K3_MAX_PIECES / run->groups;
     const k3_segment* seg = segment_of(run->pass, row);
     const Cut c = cut(seg->position + row - seg->row);
     if (index >= c.pieces) return;
@@ -196,7 +201,8 @@ int mla_attend(void* ctx, const k3_dims* dims, const k3_pass* pass, int64_t mixe
     const int64_t H = dims->num_attention_heads, rows = pass->rows;
     Run run = {dims, pass, mixer_index, (H + HEADS - 1) / HEADS, qa, oa, cpu->work};
     int64_t seen = 0;
-    for (int64_t n = 0; n < pass->n_segments; ++n) seen += pass->segments[n].rows * (pass->segments[n].position + pass->segments[n].rows);
+    for (int64_t n = 0; n < pass->n_segments; ++n)
+        seen += pass->segments[n].rows * (pass->segments[n].position + pass->segments[n].rows);
     const bool small = seen * H * dims->latent_stride < 64 * 1024;
     const bool apart = !small && cpu->threads > 1 && rows * run.groups < 4 * cpu->threads && seen > 2 * K3_BLOCK * rows &&
                        rows * H * K3_MAX_PIECES * (dims->kv_lora_rank + 2) <= cpu->work_floats;

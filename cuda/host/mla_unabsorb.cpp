@@ -53,7 +53,8 @@ int mla_unabsorb(void* ctx, const k3_dims* dims, const k3_mla* w, const float* o
     if (rows * H * padded(dims->kv_lora_rank) > cpu->x_floats) return 1;
     Run run = {dims, &w->kv_b_proj, oa, g, o, cpu->x, rows};
     const int64_t bytes = H * dims->v_head_dim * dims->kv_lora_rank * 2 * rows;
-    if (bytes < 2 * K3_PIECE_BYTES) for (int64_t h = 0; h < H; ++h) piece(&run, h);
+    if (bytes < 2 * K3_PIECE_BYTES)
+        for (int64_t h = 0; h < H; ++h) piece(&run, h);
     else each(cpu, H, piece, &run);
     return 0;
 }

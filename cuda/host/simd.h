@@ -84,7 +84,11 @@ K3_INLINE float e8m0_to_f32(uint8_t b) { return m_bits(k3_e8m0.bits[b]); }   // 
 struct vf {
     __m512 v;
     vf() = default;
-    K3_INLINE vf make(__m512 x) { vf r; r.v = x; return r; }
+    K3_INLINE vf make(__m512 x) {
+        vf r;
+        r.v = x;
+        return r;
+    }
     explicit inline __attribute__((always_inline)) vf(float x) : v(_mm512_set1_ps(x)) {}
 };
 K3_INLINE vf operator+(vf a, vf b) { return vf::make(_mm512_add_ps(a.v, b.v)); }
@@ -95,10 +99,12 @@ K3_INLINE vf m_fma(vf a, vf b, vf c) { return vf::make(_mm512_fmadd_ps(a.v, b.v,
 K3_INLINE vf m_less(vf a, vf b, vf x, vf y) {
     return vf::make(_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v));
 }
-K3_INLINE vf m_abs(vf a) { return vf::make(_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff)))); }
+K3_INLINE vf m_abs(vf a) {
+    return vf::make(_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff))));
+}
 K3_INLINE vf m_sign(vf x, vf y) {                // bitwise select: sign bit from y, the rest from x
-    return vf::make(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0x80000000u),
-        _mm512_castps_si512(y.v), _mm512_castps_si512(x.v), 0xca)));
+    return vf::make(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0x80000000u), _mm512_castps_si512(y.v),
+                                                                  _mm512_castps_si512(x.v), 0xca)));
 }
 K3_INLINE vf m_pow2(vf t) {
     const __m512i n = _mm512_sub_epi32(_mm512_castps_si512(t.v), _mm512_set1_epi32(0x4b400000 - 127));
@@ -157,7 +163,12 @@ K3_INLINE void v_load_split(const float* p, vf& even, vf& odd) {
 struct vf {
     __m256 a, b;                                         // lanes 0..7, 8..15
     vf() = default;
-    K3_INLINE vf make(__m256 x, __m256 y) { vf r; r.a = x; r.b = y; return r; }
+    K3_INLINE vf make(__m256 x, __m256 y) {
+        vf r;
+        r.a = x;
+        r.b = y;
+        return r;
+    }
     explicit inline __attribute__((always_inline)) vf(float x) : a(_mm256_set1_ps(x)), b(_mm256_set1_ps(x)) {}
 };
 K3_INLINE vf operator+(vf x, vf y) { return vf::make(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
@@ -185,7 +196,10 @@ K3_INLINE __m256 pow2_half(__m256 t) {
 K3_INLINE vf m_pow2(vf t) { return vf::make(pow2_half(t.a), pow2_half(t.b)); }
 K3_INLINE vf m_sqrt(vf x) { return vf::make(_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)); }
 K3_INLINE vf v_load(const float* p) { return vf::make(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
-K3_INLINE void v_store(float* p, vf x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+K3_INLINE void v_store(float* p, vf x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
 K3_INLINE vf v_load_n(const void* p, int64_t n) {
     float t[16] = {0};
     memcpy(t, p, (size_t)n * 4);
@@ -232,14 +246,20 @@ K3_INLINE void join8(float* p, __m256 e, __m256 o) {
     _mm256_storeu_ps(p, _mm256_permute2f128_ps(lo, hi, 0x20));
     _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(lo, hi, 0x31));
 }
-K3_INLINE void v_store_joined(float* p, vf even, vf odd) { join8(p, even.a, odd.a); join8(p + 16, even.b, odd.b); }
+K3_INLINE void v_store_joined(float* p, vf even, vf odd) {
+    join8(p, even.a, odd.a);
+    join8(p + 16, even.b, odd.b);
+}
 K3_INLINE void split8(const float* p, __m256& e, __m256& o) {
     const __m256 a = _mm256_loadu_ps(p), b = _mm256_loadu_ps(p + 8);
     const __m256 x = _mm256_permute2f128_ps(a, b, 0x20), y = _mm256_permute2f128_ps(a, b, 0x31);
     e = _mm256_shuffle_ps(x, y, 0x88);
     o = _mm256_shuffle_ps(x, y, 0xdd);
 }
-K3_INLINE void v_load_split(const float* p, vf& even, vf& odd) { split8(p, even.a, odd.a); split8(p + 16, even.b, odd.b); }
+K3_INLINE void v_load_split(const float* p, vf& even, vf& odd) {
+    split8(p, even.a, odd.a);
+    split8(p + 16, even.b, odd.b);
+}
 
 #else
 
@@ -248,9 +268,14 @@ typedef uint32_t u4 __attribute__((vector_size(16)));
 struct vf {
     v4 q[4];                                             // lanes 0..3, 4..7, 8..11, 12..15
     vf() = default;
-    explicit inline __attribute__((always_inline)) vf(float x) { for (int i = 0; i < 4; ++i) q[i] = v4{x, x, x, x}; }
+    explicit inline __attribute__((always_inline)) vf(float x) {
+        for (int i = 0; i < 4; ++i) q[i] = v4{x, x, x, x};
+    }
 };
-#define K3_EACH(EXPR) vf r; for (int i = 0; i < 4; ++i) r.q[i] = (EXPR); return r
+#define K3_EACH(EXPR)                            \
+    vf r;                                        \
+    for (int i = 0; i < 4; ++i) r.q[i] = (EXPR); \
+    return r
 K3_INLINE vf operator+(vf a, vf b) { K3_EACH(a.q[i] + b.q[i]); }
 K3_INLINE vf operator-(vf a, vf b) { K3_EACH(a.q[i] - b.q[i]); }
 K3_INLINE vf operator*(vf a, vf b) { K3_EACH(a.q[i] * b.q[i]); }
@@ -260,10 +285,18 @@ K3_INLINE vf m_less(vf a, vf b, vf x, vf y) { K3_EACH(a.q[i] < b.q[i] ? x.q[i] :
 K3_INLINE vf m_abs(vf a) { K3_EACH((v4)((u4)a.q[i] & 0x7fffffffu)); }
 K3_INLINE vf m_sign(vf x, vf y) { K3_EACH((v4)(((u4)x.q[i] & 0x7fffffffu) | ((u4)y.q[i] & 0x80000000u))); }
 K3_INLINE vf m_pow2(vf t) { K3_EACH((v4)(((u4)t.q[i] - (0x4b400000u - 127u)) << 23)); }
-K3_INLINE vf v_load_bytes(const void* p) { vf r; memcpy(&r, p, 64); return r; }
+K3_INLINE vf v_load_bytes(const void* p) {
+    vf r;
+    memcpy(&r, p, 64);
+    return r;
+}
 K3_INLINE vf v_load(const float* p) { return v_load_bytes(p); }
 K3_INLINE void v_store(float* p, vf a) { memcpy(p, &a, 64); }
-K3_INLINE vf v_load_n(const void* p, int64_t n) { float t[16] = {0}; memcpy(t, p, (size_t)n * 4); return v_load(t); }
+K3_INLINE vf v_load_n(const void* p, int64_t n) {
+    float t[16] = {0};
+    memcpy(t, p, (size_t)n * 4);
+    return v_load(t);
+}
 K3_INLINE void v_store_n(float* p, vf a, int64_t n) { memcpy(p, &a, (size_t)n * 4); }
 K3_INLINE vf m_sqrt(vf a) {
     float t[16];
@@ -283,7 +316,8 @@ K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
     }
 }
 K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
-    static const float table[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, 0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+    static const float table[16] = {0.0f, 0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                    0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
     const uint8_t* b = (const uint8_t*)p;
     float e[16], o[16];
     for (int i = 0; i < 16; ++i) {

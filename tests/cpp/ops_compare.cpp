@@ -163,7 +163,8 @@ void compare(const char* op, const k3_dims& dims, int64_t rows, const std::strin
     ++g_checks;
     if (a.ints != b.ints || a.ints.back() != 0) {
         ++g_failures;
-        printf("%s %s: status or integers differ (status %ld, %ld)\n", op, shape.c_str(), (long)a.ints.back(), (long)b.ints.back());
+        printf("%s %s: status or integers differ (status %ld, %ld)\n", op, shape.c_str(), (long)a.ints.back(),
+               (long)b.ints.back());
         return;
     }
     for (size_t i = 0; i < a.buffers.size(); ++i) {
@@ -323,9 +324,8 @@ void check_rows(const k3_dims& d, bool wild) {
         return t.attn_res(t.ctx, &d, bank.data(), blocks, R, s.data(), u.data(), norm.data(), use_take ? take.data() : nullptr,
                           mixed, x, w, R);
     });
-    compare("rms_norm", d, R, shape, [&](const k3_ops& t, Out& o) {
-        return t.rms_norm(t.ctx, s.data(), h, norm.data(), 1e-6f, o.make(R * h), h, R, h);
-    });
+    compare("rms_norm", d, R, shape,
+            [&](const k3_ops& t, Out& o) { return t.rms_norm(t.ctx, s.data(), h, norm.data(), 1e-6f, o.make(R * h), h, R, h); });
 
     const Floats x = floats(R * h, wild);
     std::vector<MatrixPtr> matrices;
@@ -410,7 +410,8 @@ void check_kda(const k3_dims& d, bool wild) {
             return t.kda_recurrence(t.ctx, &d, pass, layer, q.data(), k.data(), raw[2].data(), alpha.data(), beta.data(), out);
         });
     });
-    compare("kda_output", d, R, shape, [&](const k3_ops& t, Out& o) { return t.kda_output(t.ctx, &d, &w, o.copy(raw[0]), g.data(), R); });
+    compare("kda_output", d, R, shape,
+            [&](const k3_ops& t, Out& o) { return t.kda_output(t.ctx, &d, &w, o.copy(raw[0]), g.data(), R); });
 }
 
 void check_mla(const k3_dims& d, bool wild) {
@@ -437,9 +438,8 @@ void check_mla(const k3_dims& d, bool wild) {
             for (int64_t i = 0; i < bytes; ++i) o.ints.push_back((*page)[(size_t)i]);
         return status;
     });
-    compare("mla_absorb", d, R, shape, [&](const k3_ops& t, Out& o) {
-        return t.mla_absorb(t.ctx, &d, &w, q.data(), o.make(R * H * d.latent_stride), R);
-    });
+    compare("mla_absorb", d, R, shape,
+            [&](const k3_ops& t, Out& o) { return t.mla_absorb(t.ctx, &d, &w, q.data(), o.make(R * H * d.latent_stride), R); });
     Floats qa = floats(R * H * d.latent_stride);
     for (int64_t i = 0; i < R * H * d.latent_stride; ++i)
         if (i % d.latent_stride >= W) qa[(size_t)i] = 0.0f;

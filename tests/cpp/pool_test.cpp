@@ -23,12 +23,12 @@ extern "C" void k3_avx512_table(struct k3_ops*) {}
 
 namespace {
 
-#define CHECK(WHAT)                                             \
-    do {                                                        \
-        if (!(WHAT)) {                                          \
+#define CHECK(WHAT)                                                \
+    do {                                                           \
+        if (!(WHAT)) {                                             \
             printf("pool_test:%d: not so: %s\n", __LINE__, #WHAT); \
-            exit(1);                                            \
-        }                                                       \
+            exit(1);                                               \
+        }                                                          \
     } while (0)
 
 // Plain memory, written by whichever thread has the piece and read by the caller afterwards: a run that returned too
