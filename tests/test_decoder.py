@@ -81,4 +81,3 @@ def test_another_model_is_refused(bench: Bench, nano: Path) -> None:
     other = Bench(nano)
     with pytest.raises(K3Error, match="of its model"):
         bench.run([other.a], [1], [1])
-
