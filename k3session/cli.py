@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from k3session import __version__
-from k3session.errors import CheckpointError, K3Error
+from k3session.errors import K3Error
 
 __all__ = ["main"]
 
@@ -38,9 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("k3session: interrupted", file=sys.stderr)
         return 130
-    except CheckpointError as error:
-        for problem in error.problems:
-            print(f"k3session: {problem}", file=sys.stderr)
     except (K3Error, OSError, ImportError) as error:
         print(f"k3session: {error}", file=sys.stderr)
     return 1
