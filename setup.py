@@ -68,7 +68,8 @@ def headers() -> list[str]:
 def build_header() -> str:
     """Writes k3_build.h: snapshots record which build made them, and resume exactly only under the same one."""
     digest = hashlib.sha256(repr((FLAGS, LAST, ISAS, platform.machine())).encode())
-    for path in sorted([*(ROOT / "cuda").rglob("*.*"), *(ROOT / "pyx").glob("*.*")]):
+    sources = [*(ROOT / "cuda").glob("*.h"), *HOST.glob("*.*"), *(ROOT / "pyx").glob("*.*")]
+    for path in sorted(sources):
         digest.update(path.read_bytes())
     folder = ROOT / "build" / "generated"
     folder.mkdir(parents=True, exist_ok=True)

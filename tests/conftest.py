@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("soak", max_examples=1000, deadline=None, phases=PHASES, print_blob=True)
 hypothesis.settings.load_profile("soak" if FULL else "ci")
+
+# A run in the background (`make test &`) starts with Ctrl-C ignored, and so would every program that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
