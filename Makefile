@@ -33,7 +33,8 @@ style: $(VENV)/.dev  ## run all style checks
 format: $(VENV)/.dev  ## rewrite the code as the style checks want it
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i cuda/*.h cuda/host/*.h cuda/host/*.cpp tests/cpp/*.h tests/cpp/*.cpp
+	$(VENV)/bin/clang-format -i cuda/*.h cuda/*.cuh cuda/host/*.h cuda/host/*.cpp cuda/emulator/*.h cuda/emulator/*.cpp \
+	    tests/cpp/*.h tests/cpp/*.cpp tests/emulator/*.cu
 
 bench: $(VENV)/.test  ## run the benchmarks; writes benches/results/*.csv
 	@mkdir -p build benches/results
