@@ -25,15 +25,15 @@ from k3session.errors import (
     CapacityError,
     ClosedError,
     ConfigError,
-    InvalidTokenError,
     K3Error,
     NonFiniteError,
     PassCancelled,
     SessionBusyError,
     SnapshotError,
-    SnapshotMismatchError,
 )
 from k3session.generation import Generated, generate
+from k3session.identity import check_arrays, check_facts, check_size
+from k3session.inputs import out_row, prompt_rows, token_id
 from k3session.memory import CHUNK_ROWS
 from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling
@@ -219,9 +219,9 @@ class Session:
         with self._owner:
             try:
                 self._begin(cancellable=True)
-                self._one[0] = self._checked_id(token)
+                self._one[0] = token_id(token, self._vocab)
                 if out is not None:
-                    self._check_out(out)
+                    out_row(out, self._vocab)
                 position = self._timeline.position
                 if position >= self._capacity:
                     raise self._full(1)
@@ -269,7 +269,7 @@ class Session:
         with self._owner:
             try:
                 self._begin(cancellable=True)
-                ids, embeddings = self._checked_prompt(prompt)
+                ids, embeddings = prompt_rows(prompt, self._vocab, self._model.config.hidden_size)
                 if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= CHUNK_ROWS:
                     raise ConfigError(f"chunk is {chunk!r}; expected a number of rows from 1 to {CHUNK_ROWS}")
                 n, start = ids.size, self._timeline.position
@@ -381,8 +381,11 @@ class Session:
             )
         with self._owner:
             self._begin(failed_is_fine=True)
-            self._check_facts(snapshot.facts, snapshot.logits)
-            self._check_arrays(snapshot)
+            layers = self._model.config.num_hidden_layers
+            check_facts(
+                snapshot.facts, self._facts(None, False), snapshot.logits, self._vocab, "the snapshot"
+            )
+            check_arrays(snapshot, layers, self._vocab, "the snapshot")
             self._check_room(snapshot.position)
             self._take(snapshot)
 
@@ -437,11 +440,11 @@ class Session:
             known = isinstance(latent, str) and latent in _LATENTS
             session = cls(model, capacity=capacity, latent=str(latent) if known else "fp32")
             try:
-                session._check_facts(reader.facts, None, reader.name)
-                session._check_size(reader)
+                check_facts(reader.facts, session._facts(None, False), None, session._vocab, reader.name)
+                check_size(reader, session._timeline.layers)
                 session._check_room(position, reader.name)
                 snapshot = Snapshot.from_reader(reader)
-                session._check_arrays(snapshot, reader.name)
+                check_arrays(snapshot, model.config.num_hidden_layers, session._vocab, reader.name)
                 session._take(snapshot, reader.name)
             except BaseException:
                 session.close()
@@ -548,65 +551,6 @@ class Session:
         last: npt.NDArray[np.float32] = row[0]
         return last
 
-    def _checked_id(self, token: Any) -> int:
-        try:
-            value = operator.index(token)
-        except TypeError:
-            raise InvalidTokenError(
-                f"a token is an integer below {self._vocab}; found {type(token).__name__}"
-            ) from None
-        if not 0 <= value < self._vocab or token is True or token is False:
-            raise InvalidTokenError(
-                f"token {token!r} is not in the vocabulary; expected an integer from 0 to {self._vocab - 1}"
-            )
-        return value
-
-    def _checked_prompt(self, prompt: Any) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32] | None]:
-        if isinstance(prompt, str):
-            raise InvalidTokenError("prefill takes token ids, not text: use model.tokenizer.encode(text)")
-        try:
-            array = np.asarray(prompt)
-        except ValueError as problem:
-            raise InvalidTokenError(f"a prompt is a sequence of token ids: {problem}") from None
-        if array.size == 0:
-            raise InvalidTokenError("the prompt is empty; expected at least one token")
-        if array.ndim == 2 and array.dtype.kind == "f":
-            hidden = self._model.config.hidden_size
-            with np.errstate(over="ignore"):  # what overflows is found below
-                rows = np.ascontiguousarray(array, np.float32)
-            if rows.shape[1] != hidden:
-                raise InvalidTokenError(
-                    f"embeddings have width {rows.shape[1]}; expected hidden_size, {hidden}"
-                )
-            if not np.isfinite(rows).all():
-                bad = int(np.argwhere(~np.isfinite(rows))[0][0])
-                raise InvalidTokenError(f"embedding row {bad} has a value that is not finite")
-            return np.full(rows.shape[0], -1, np.int32), rows
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise InvalidTokenError(
-                f"a prompt is token ids [n] or embeddings float32[n, {self._model.config.hidden_size}]; "
-                f"found {array.dtype} of shape {array.shape}"
-            )
-        outside = np.flatnonzero((array < 0) | (array >= self._vocab))
-        if outside.size:
-            at = int(outside[0])
-            raise InvalidTokenError(
-                f"token {int(array[at])} at {at} is not in the vocabulary; expected 0 to {self._vocab - 1}"
-            )
-        return np.ascontiguousarray(array, np.int32), None
-
-    def _check_out(self, out: Any) -> None:
-        if (
-            not isinstance(out, np.ndarray)
-            or out.dtype != np.float32
-            or out.shape != (self._vocab,)
-            or not out.flags.writeable
-        ):
-            found = f"{out.dtype} of shape {out.shape}" if isinstance(out, np.ndarray) else type(out).__name__
-            raise ConfigError(
-                f"out must be a writable float32 array of shape ({self._vocab},); found {found}"
-            )
-
     def _full(self, n: int) -> CapacityError:
         return CapacityError(
             f"{self.name} holds {self._timeline.position} of {self._capacity} tokens and cannot take {n} more; "
@@ -646,55 +590,10 @@ class Session:
             "meta": check_meta(meta),
         }
 
-    def _check_facts(
-        self, facts: dict[str, Any], logits: npt.NDArray[Any] | None, name: str = "the snapshot"
-    ) -> None:
-        """Raise unless a snapshot with these facts can become this session; every difference is listed."""
-        here = self._facts(None, False)
-        differences: dict[str, tuple[Any, Any]] = {
-            name: (facts.get(name), here[name])
-            for name in ("num_hidden_layers", "layers", "latent", "weights")
-            if facts.get(name) != here[name]
-        }
-        there, mine = facts.get("fingerprint"), here["fingerprint"]
-        if not isinstance(there, dict) or there.get("digest") != mine["digest"]:
-            there = there if isinstance(there, dict) else {}
-            differences["fingerprint"] = (there.get("digest"), mine["digest"])
-            for part in ("version", "config", "embedding", "layers", "head"):
-                if there.get(part) != mine[part]:
-                    differences[f"fingerprint.{part}"] = (there.get(part), mine[part])
-        if logits is not None and logits.shape != (self._vocab,):
-            differences["vocab_size"] = (logits.shape, (self._vocab,))
-        if differences:
-            said = "; ".join(
-                f"{n}: snapshot {_short(a)}, here {_short(b)}" for n, (a, b) in differences.items()
-            )
-            raise SnapshotMismatchError(
-                f"{name} belongs to another model or other options: {said}", differences
-            )
-
     def _check_room(self, position: int, name: str = "the snapshot") -> None:
         if position > self._capacity:
             raise CapacityError(
                 f"{name} holds {position} tokens; this session may hold {self._capacity}: give it a larger capacity"
-            )
-
-    def _check_size(self, reader: SnapshotReader) -> None:
-        """Compare the shapes in the header with this model's before a byte of a tensor is read."""
-        position, _ = stated_size(reader)
-        expected: dict[str, tuple[int, ...]] = {}
-        for i, layer in enumerate(self._timeline.layers):
-            expected |= {f"layers.{i}.{name}": shape for name, (shape, _) in layer.shapes(position).items()}
-        found = {n: t.shape for n, t in reader.tensors.items() if n.startswith("layers.")}
-        wrong = {
-            n: (found.get(n), expected.get(n))
-            for n in {**found, **expected}
-            if found.get(n) != expected.get(n)
-        }
-        if wrong:
-            name, (a, b) = next(iter(wrong.items()))
-            raise SnapshotMismatchError(
-                f"{reader.name}: {name} has shape {a}, expected {b}; {len(wrong)} tensors differ", wrong
             )
 
     def _take(self, snapshot: Snapshot, name: str = "the snapshot") -> None:
@@ -739,24 +638,3 @@ class Session:
         except (K3Error, MemoryError):  # raised before anything was changed
             self._failure = before
             raise
-
-    def _check_arrays(self, snapshot: Snapshot, name: str = "the snapshot") -> None:
-        """Raise unless what belongs to no layer is what this session can hold; layers are looked at by their owner."""
-        position, tokens, logits = snapshot.position, snapshot.tokens, snapshot.logits
-        wrong: dict[str, tuple[Any, Any]] = {}
-        if len(snapshot.layers) != self._model.config.num_hidden_layers:
-            wrong["num_hidden_layers"] = (len(snapshot.layers), self._model.config.num_hidden_layers)
-        expected = (("tokens", tokens, np.int32, (position,)), ("logits", logits, np.float32, (self._vocab,)))
-        for part, array, dtype, shape in expected:
-            if array is not None and (array.dtype != dtype or array.shape != shape):
-                wrong[part] = (f"{array.dtype} {array.shape}", f"{np.dtype(dtype)} {shape}")
-        if tokens is not None and tokens.size and not -1 <= tokens.min() <= tokens.max() < self._vocab:
-            wrong["tokens"] = (f"{tokens.min()} to {tokens.max()}", f"-1 to {self._vocab - 1}")
-        if wrong:
-            said = "; ".join(f"{n}: snapshot {a}, expected {b}" for n, (a, b) in wrong.items())
-            raise SnapshotMismatchError(f"{name} does not fit the model: {said}", wrong)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
