@@ -16,6 +16,7 @@ from k3session import env
 from k3session._core import ops
 from k3session._core.decoder import Decoder
 from k3session._core.weights import Weights
+from k3session.alive import Alive
 from k3session.checkpoint import Checkpoint
 from k3session.config import K3Config
 from k3session.errors import ClosedError, ConfigError, DeviceError, SessionBusyError
@@ -32,11 +33,11 @@ log = logging.getLogger("k3session")
 #: The model that ships in the package.
 DEFAULT_MODEL = Path(__file__).parent / "models" / "k3-shakespeare"
 _NOT_GIVEN: Any = object()
-_alive: weakref.WeakSet[Model] = weakref.WeakSet()
+_alive: Alive[Model] = Alive()
 
 
 def _after_fork_in_child() -> None:
-    for model in list(_alive):
+    for model in _alive:
         model._lock = threading.Lock()  # a thread that held it does not exist here
 
 
@@ -60,7 +61,7 @@ class Model:
         finally:
             ops.leave_float_mode(mode)
         self._decoder: Any = Decoder(self._weights)
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._sessions: Alive[Session] = Alive()
         self._lock = threading.Lock()
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: Fingerprint | None = None
@@ -183,8 +184,8 @@ class Model:
         with self._lock:
             if self._weights is None:
                 return
-            if self._sessions:
-                names = ", ".join(sorted(s.name for s in self._sessions))
+            names = ", ".join(sorted(s.name for s in self._sessions))
+            if names:
                 raise SessionBusyError(
                     f"the model still has open sessions: {names}; close them first, or leave the with block"
                 )

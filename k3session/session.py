@@ -8,7 +8,6 @@ import functools
 import itertools
 import operator
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -21,6 +20,7 @@ from k3session import __version__
 from k3session._core.decoder import Scratch
 from k3session._core.ops import BUILD
 from k3session._core.state import Owner, Timeline
+from k3session.alive import Alive
 from k3session.errors import (
     CapacityError,
     ClosedError,
@@ -50,11 +50,11 @@ _LATENTS = {"fp32": False, "bf16": True}
 _NO_IDS = np.empty(0, np.int32)
 _NO_ROW = np.empty((1, 0), np.float32)
 _numbers = itertools.count(1)
-_alive: weakref.WeakSet[Session] = weakref.WeakSet()
+_alive: Alive[Session] = Alive()
 
 
 def _after_fork_in_child() -> None:
-    for session in list(_alive):
+    for session in _alive:
         session._owner.disown()
 
 
