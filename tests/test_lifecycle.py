@@ -352,9 +352,14 @@ def ended(nano: Path) -> dict[str, tuple[int, str, float]]:
         begun: list[tuple[str, subprocess.Popen[str]]] = []
         for name, (code, _) in batch:
             begun.append((name, start(HEAD + code, nano)))
-        for name, process in begun:
-            out, err = process.communicate(timeout=60)
-            found[name] = (process.returncode, err, time.monotonic() - float(out.split()[0]))
+        try:
+            for name, process in begun:
+                out, err = process.communicate(timeout=60)
+                found[name] = (process.returncode, err, time.monotonic() - float(out.split()[0]))
+        finally:  # one that hangs must not be left to warn in the middle of another test
+            for _, process in begun:
+                process.kill()
+                process.communicate()
     return found
 
 
