@@ -10,6 +10,7 @@ import inspect
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -275,3 +276,9 @@ def test_the_first_example_of_the_package_runs() -> None:
     found = doctest.testmod(k3)
     assert found.attempted > 0
     assert found.failed == 0
+
+
+@in_tree
+def test_figures_of_the_readme_come_from_results() -> None:
+    table = runpy.run_path(str(ROOT / "benches" / "figures.py"))["table"]()
+    assert table in read("README.md")
