@@ -38,7 +38,7 @@ format: $(VENV)/.dev  ## rewrite the code as the style checks want it
 
 bench: $(VENV)/.test  ## run the benchmarks; writes benches/results/*.csv
 	@mkdir -p build benches/results
-	$(RUN) -m pytest benches --benchmark-only --benchmark-json=build/bench.json $(TESTS)
+	$(RUN) -m pytest benches/bench_*.py --benchmark-only --benchmark-json=build/bench.json $(TESTS)
 	$(RUN) benches/to_csv.py build/bench.json benches/results/bench.csv
 
 build: $(VENV)/.built  ## compile what has changed

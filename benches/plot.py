@@ -38,11 +38,12 @@ def main(source: str, target: str) -> int:
             color="#3b6ea5",
             height=0.6,
         )
-        panel.set_title(group, loc="left", fontsize=9)
+        panel.set_title(
+            group if panel is not panels[0, 0] else f"{machine}\n\n{group}", loc="left", fontsize=9
+        )
         panel.set_xlabel("microseconds", fontsize=8)
         panel.tick_params(labelsize=7)
         panel.invert_yaxis()
-    figure.suptitle(machine, fontsize=9)
     figure.tight_layout()
     figure.savefig(target)
     return 0
