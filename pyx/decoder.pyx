@@ -29,6 +29,15 @@ from k3session._core.weights cimport Weights
 
 from k3session.errors import K3Error, PassCancelled
 
+# One thread sets the flag of a pass that another thread is running.
+cdef extern from * nogil:
+    """
+    static inline int k3_flag(const int* flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED); }
+    static inline void k3_set_flag(int* flag, int value) { __atomic_store_n(flag, value, __ATOMIC_RELAXED); }
+    """
+    int k3_flag(const int* flag) noexcept
+    void k3_set_flag(int* flag, int value) noexcept
+
 cdef enum:
     DONE = 0
     CANCELLED = 1
@@ -81,7 +90,7 @@ cdef int interrupted(Scratch z, double* checked) except -1 nogil:
     if now - checked[0] > SIGNAL_SECONDS:
         checked[0] = now
         check_signals()
-    return z.cancelled != 0
+    return k3_flag(&z.cancelled)
 
 
 cdef class Decoder:
@@ -478,16 +487,16 @@ cdef class Scratch:
 
     def cancel(self) -> None:
         """Asks the pass in flight to stop at the next layer."""
-        self.cancelled = 1
+        k3_set_flag(&self.cancelled, 1)
 
     def clear_cancel(self) -> None:
         """Forgets an earlier cancel()."""
-        self.cancelled = 0
+        k3_set_flag(&self.cancelled, 0)
 
     @property
     def is_cancelled(self) -> bool:
         """Whether cancel() was called since the last clear_cancel()."""
-        return self.cancelled != 0
+        return k3_flag(&self.cancelled) != 0
 
 
 cdef float* place(char** at, int64_t floats) noexcept:
