@@ -5,7 +5,7 @@ PYTHON ?= $(shell .ci/find-python)
 VENV ?= .venv
 PIP := $(VENV)/bin/pip --disable-pip-version-check
 RUN := $(VENV)/bin/python
-SOURCES := $(wildcard cuda/*.h cuda/host/*.h cuda/host/*.cpp pyx/*.pyx pyx/*.pxd) setup.py
+SOURCES := $(wildcard cuda/*.* cuda/host/*.h cuda/host/*.cpp pyx/*.*) setup.py build_cuda.py
 TESTS ?=
 
 .DEFAULT_GOAL := help
@@ -33,8 +33,8 @@ style: $(VENV)/.dev  ## run all style checks
 format: $(VENV)/.dev  ## rewrite the code as the style checks want it
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i cuda/*.h cuda/*.cuh cuda/host/*.h cuda/host/*.cpp cuda/emulator/*.h cuda/emulator/*.cpp \
-	    tests/cpp/*.h tests/cpp/*.cpp tests/emulator/*.cu
+	$(VENV)/bin/clang-format -i pyx/*.h cuda/*.h cuda/*.cuh cuda/*.cu cuda/*.cpp cuda/host/*.h cuda/host/*.cpp \
+	    cuda/emulator/*.h cuda/emulator/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/emulator/*.cu
 
 bench: $(VENV)/.test  ## run the benchmarks; writes benches/results/*.csv
 	@mkdir -p build benches/results
@@ -58,7 +58,7 @@ avx512-emulated:  ## compare the AVX-512 ops with the AVX2 ops, bit for bit, on 
 
 clean:  ## remove what was built, the virtual environment included
 	rm -rf build dist $(VENV) *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
-	rm -f k3session/_core/*.so
+	rm -rf k3session/_cuda k3session/_core/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Builds the compiled core: the CPU ops once per instruction set, and the Cython modules over them.
+"""Builds the compiled core: the CPU ops once per instruction set, the Cython modules over them, the GPU kernels.
 
-Everything else of the package is declared in pyproject.toml.
+Whether and for which GPUs there are kernels is said by K3_CUDA and K3_CUDA_ARCHS: see build_cuda.py.  Everything else
+of the package is declared in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import sys
@@ -16,9 +18,23 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+import build_cuda
+
 ROOT = Path(__file__).resolve().parent
 HOST = ROOT / "cuda" / "host"
-MODULES = ("ops", "weights", "state", "decoder", "arguments", "kernels")
+MODULES = (
+    "memory",
+    "ops",
+    "weights",
+    "driver",
+    "gpu",
+    "stream",
+    "cuda_ops",
+    "state",
+    "decoder",
+    "arguments",
+    "kernels",
+)
 
 # -ffp-contract=off: a fused multiply-add only where the source writes one (docs/numerics.md).
 # -g0: Python's own flags ask for debug information, which would make the modules four times as large.
@@ -40,6 +56,18 @@ ISAS: dict[str, list[str]] = {"base": []}
 if platform.machine() in ("x86_64", "AMD64"):
     ISAS["avx2"] = ["-mavx2", "-mfma", "-DK3_ISA_AVX2"]
     ISAS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DK3_ISA_AVX512"]
+# What a module is compiled again for, besides its own file and the headers of cuda/.
+DEPENDS = {
+    "ops": ["build/generated/k3_build.h"],
+    "driver": ["pyx/driver.h"],
+    "gpu": [
+        "pyx/driver.h",
+        "build/generated/k3_cuda_build.h",
+        *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "cuda").glob("*.cu*")),
+    ],
+    "stream": ["pyx/driver.h"],
+    "cuda_ops": ["pyx/driver.h"],
+}
 COMMON_SOURCES = ("pool.cpp", "dispatch.cpp", "probe.cpp")
 
 
@@ -65,28 +93,47 @@ def headers() -> list[str]:
     return [str(p.relative_to(ROOT)) for folder in (ROOT / "cuda", HOST) for p in sorted(folder.glob("*.h"))]
 
 
-def build_header() -> str:
-    """Writes k3_build.h: snapshots record which build made them, and resume exactly only under the same one."""
+def build_headers() -> str:
+    """Writes k3_build.h: snapshots record which build made them, and resume exactly only under the same one.
+
+    And k3_cuda_build.h, with the digest of what the GPU kernels must have been built from.
+    """
     digest = hashlib.sha256(repr((FLAGS, LAST, ISAS, platform.machine())).encode())
-    sources = [*(ROOT / "cuda").glob("*.h"), *HOST.glob("*.*"), *(ROOT / "pyx").glob("*.*")]
+    sources = [*(ROOT / "cuda").glob("*.*"), *HOST.glob("*.*"), *(ROOT / "pyx").glob("*.*")]
     for path in sorted(sources):
         digest.update(path.read_bytes())
     folder = ROOT / "build" / "generated"
     folder.mkdir(parents=True, exist_ok=True)
-    text = f'#define K3_BUILD "{digest.hexdigest()[:16]}, compiler " __VERSION__\n'
-    header = folder / "k3_build.h"
-    if not header.exists() or header.read_text() != text:
-        header.write_text(text)
+    texts = {
+        "k3_build.h": f'#define K3_BUILD "{digest.hexdigest()[:16]}, compiler " __VERSION__\n',
+        "k3_cuda_build.h": f'#define K3_CUDA_SOURCES "{build_cuda.sources_digest()}"\n',
+    }
+    for name, text in texts.items():
+        header = folder / name
+        if not header.exists() or header.read_text() != text:
+            header.write_text(text)
     return str(folder)
 
 
 class BuildExt(build_ext):
-    """Compiles the CPU ops once per instruction set, each into a namespace of its own, and links them into `ops`."""
+    """Compiles the CPU ops once per instruction set, each into a namespace of its own, and links them into `ops`.
+
+    The GPU kernels come last: into the package that is built, or with --inplace into the source tree.
+    """
 
     def finalize_options(self) -> None:
         super().finalize_options()
         if self.parallel is None:
             self.parallel = len(os.sched_getaffinity(0))
+
+    def run(self) -> None:
+        super().run()
+        package = ROOT / "k3session" if self.inplace else Path(self.build_lib) / "k3session"
+        try:
+            built, said = build_cuda.build(package / "_cuda", int(self.parallel or 1))
+        except build_cuda.BuildError as error:
+            raise SystemExit(f"k3session: {error}") from None
+        self.announce(f"k3session: {said}", logging.INFO if built else logging.WARNING)
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name.endswith(".ops"):
@@ -123,16 +170,17 @@ def extensions() -> list[Extension]:
     require_supported_platform()
     from Cython.Build import cythonize
 
-    generated = build_header()
+    generated = build_headers()
     modules = [
         Extension(
             f"k3session._core.{name}",
-            [f"pyx/{name}.pyx"],
-            include_dirs=[str(ROOT / "cuda"), generated],
+            [f"pyx/{name}.pyx", *(["cuda/launch.cpp"] if name == "gpu" else [])],
+            include_dirs=[str(ROOT / "cuda"), str(ROOT / "pyx"), generated],
             language="c++",
             extra_compile_args=[*FLAGS, "-O2", *QUIET, "-Wno-unused-function", *LAST],
             extra_link_args=LAST,
-            depends=[*headers(), *(["build/generated/k3_build.h"] if name == "ops" else [])],
+            libraries=["dl"] if name == "driver" else [],
+            depends=[*headers(), *DEPENDS.get(name, [])],
         )
         for name in MODULES
     ]

@@ -15,6 +15,7 @@ MODEL = [
 ]
 PYTHON = sorted(str(path) for path in Path("k3session").rglob("*.py"))
 STUBS = sorted(str(path) for path in Path("k3session").rglob("*.pyi"))
+GPU = ["k3session/_cuda/kernels.fatbin", "k3session/_cuda/kernels.json"]
 
 
 def tracked(*folders: str) -> list[str]:
@@ -36,7 +37,9 @@ def check_wheel(path: Path) -> list[str]:
     licences = [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     if len(licences) != 1:
         problems.append("missing LICENSE")
-    expected = {*PYTHON, *STUBS, *MODEL, "k3session/py.typed"}
+    if len(set(GPU) & set(names)) == 1:
+        problems.append(f"expected both of {', '.join(GPU)}, or neither")
+    expected = {*PYTHON, *STUBS, *MODEL, *GPU, "k3session/py.typed"}
     for name in names:
         core = (
             name.startswith("k3session/_core/")
@@ -53,8 +56,10 @@ def check_sdist(path: Path) -> list[str]:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     wanted = tracked("cuda", "pyx", "k3session", "tests")
     wanted += ["LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "setup.py"]
+    wanted += ["build_backend.py", "build_cuda.py"]
     problems = [f"missing {name}" for name in wanted if name not in names]
-    return problems + [f"unexpected {name}" for name in sorted(names) if name.endswith((".so", ".o", ".pyc"))]
+    built = (".so", ".o", ".pyc", ".fatbin")
+    return problems + [f"unexpected {name}" for name in sorted(names) if name.endswith(built)]
 
 
 def main(folder: Path) -> int:

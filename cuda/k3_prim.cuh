@@ -74,6 +74,33 @@ K3_DEVICE float e2m1_to_f32(uint32_t code) {
     const float half = (float)((0xc8643210u >> (4 * (code & 7))) & 15u) * 0.5f;
     return (code & 8) ? 0.0f - half : half;
 }
+// The two FP16 numbers of a word, both finite.
+K3_DEVICE void k3_half2_to_f32(uint32_t pair, float* low, float* high) {
+#ifdef K3_EMULATOR
+    const float rescale = m_bits((127u + 112u) << 23);                 // from the exponent of FP16 to that of float
+    *low = m_bits((pair & 0x8000u) << 16 | (pair & 0x7fffu) << 13) * rescale;
+    *high = m_bits((pair & 0x80000000u) | (pair >> 16 & 0x7fffu) << 13) * rescale;
+#else
+    asm("{ .reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }" : "=f"(*low), "=f"(*high) : "r"(pair));
+#endif
+}
+// Four bytes out of eight: each of the four lowest digits of the selector names one, 0 .. 3 of `low` and 4 .. 7 of
+// `high`; digit 8 + n stands for the sign bit of byte n, eight times.
+K3_DEVICE uint32_t k3_permute(uint32_t low, uint32_t high, uint32_t selector) {
+#ifdef K3_EMULATOR
+    const uint64_t bytes = (uint64_t)high << 32 | low;
+    uint32_t r = 0;
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t digit = selector >> (4 * i) & 15u, byte = (uint32_t)(bytes >> (8 * (digit & 7))) & 255u;
+        r |= (digit < 8 ? byte : byte >> 7 ? 255u : 0u) << (8 * i);
+    }
+    return r;
+#else
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(selector));
+    return r;
+#endif
+}
 
 // ---------------------------------------------------------------------------------------------
 // 16-byte loads and stores; the address must be a multiple of 16

@@ -24,11 +24,12 @@ extern "C" {
 enum { K3_F32 = 0, K3_BF16 = 1, K3_MXFP4 = 2 };           // dtype of a matrix, or of the latent cache
 enum { K3_NO_BAD_SUBLAYER = 0x7fffffff };
 
-typedef struct k3_matrix {          // one weight matrix, where the checkpoint has it
+typedef struct k3_matrix {          // one weight matrix: on the CPU where the checkpoint has it, at any address
     const void* data;               // [rows, cols] F32 or BF16; or [rows, cols / 2] packed E2M1, low nibble first
     const uint8_t* scale;           // [rows, cols / 32] E8M0 for MXFP4, else NULL
     int64_t rows;                   // out
     int64_t cols;                   // in
+    int64_t pitch;                  // bytes from one row of `data` to the next; on a GPU a multiple of 16, as `data` is
     int32_t dtype;                  // K3_F32, K3_BF16, K3_MXFP4
     int32_t _pad;
 } k3_matrix;
@@ -61,7 +62,7 @@ typedef struct k3_moe {             // Stable LatentMoE
     const float* e_score_correction_bias;  // [E]
     k3_matrix routed_expert_down_proj, routed_expert_up_proj;   // [latent, d], [d, latent]
     const float* routed_expert_norm;     // [latent], or NULL where the model has none
-    const k3_matrix *w1, *w2, *w3;       // [E] each: gate, down, up
+    const k3_matrix *w1, *w2, *w3;       // [E] each: gate, down, up; the tables lie where the weights do
 } k3_moe;
 
 typedef struct k3_layer {
@@ -82,6 +83,7 @@ typedef struct k3_dims {
     int64_t kda_num_heads, kda_head_k, kda_head_v, conv_kernel;
     int64_t num_attention_heads, q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim;
     int64_t latent_stride;               // elements from one latent row to the next, W rounded up to 16
+    int64_t conv_stride, state_stride;   // floats from one layer to the next in a k3_kda_state
     int64_t num_experts, num_experts_per_token, moe_intermediate_size, routed_expert_hidden_size;
     int64_t shared_intermediate_size, intermediate_size;
     int64_t n_kda, n_mla;
@@ -93,54 +95,54 @@ typedef struct k3_dims {
     int32_t moe_renormalize;
     int32_t rotary;                      // mla_use_nope is false
     int32_t _pad;
-    double rope_theta;
 } k3_dims;
 
-typedef struct k3_kda_state {       // what one KDA layer of one session carries from token to token
-    float* conv;                         // [3, K - 1, C] raw projections of q, k, v, oldest first
-    float* state;                        // [H, D, D] = [head, key, value]
+typedef struct k3_kda_state {       // what the KDA layers of one session carry from token to token
+    float* conv;                         // [n_kda, conv_stride], each [3, K - 1, C]: raw projections of q, k, v, oldest first
+    float* state;                        // [n_kda, state_stride], each [H, D, D] = [head, key, value]
 } k3_kda_state;
 
 typedef struct k3_segment {         // consecutive rows of one session
     int64_t row;                         // first row in the pass
-    int64_t rows;
+    int64_t rows;                        // 0 in a segment that only fills the table
     int64_t position;                    // of the first row
-    const k3_kda_state* now;             // [n_kda] read
-    const k3_kda_state* next;            // [n_kda] written; never the same buffers as `now`
+    k3_kda_state now;                    // read
+    k3_kda_state next;                   // written; never the same buffers as `now`
     void* const* pages;                  // latent pages of positions 0 .. position + rows - 1
-    int32_t bad_sublayer;                // lowest sub-layer with a value that is not finite, else K3_NO_BAD_SUBLAYER
+    int64_t page_rows;                   // positions in a page
+    int32_t latent_dtype;                // K3_F32 or K3_BF16
     int32_t _pad;
 } k3_segment;
 
 typedef struct k3_pass {
     int64_t rows;
     int64_t n_segments;
-    k3_segment* segments;
-    int64_t page_rows;                   // positions in a page
-    int32_t latent_dtype;                // K3_F32 or K3_BF16
-    int32_t _pad;
+    const k3_segment* segments;          // ascending by row
+    const int32_t* owner;                // [rows] the segment of each row; -1 for a row that only fills the pass
+    int32_t* bad_sublayer;  // [n_segments] lowest sub-layer with a value that is not finite, else K3_NO_BAD_SUBLAYER
 } k3_pass;
 
-typedef struct k3_linear_job {      // y = x W^T for one matrix of a dispatch
+typedef struct k3_linear_job {  // y = x W^T for one matrix of a dispatch
     const k3_matrix* w;
-    const float* x;                      // [R, cols], rows ldx apart
-    float* y;                            // [R, rows], rows ldy apart
+    const float* x;  // [R, cols], rows ldx apart
+    float* y;  // [R, rows], rows ldy apart
     int64_t ldx, ldy;
 } k3_linear_job;
 
 typedef struct k3_ops {
-    void* ctx;                           // the implementation's own: threads and buffers, or stream and kernels
+    void* ctx;  // the implementation's own: threads and buffers, or stream and kernels
 
-    // s[r] = table[tokens[r]], or embeddings[r] where tokens[r] is -1.
+    // s[r] = table[tokens[r]]; where tokens[r] is -1 it is embeddings[r], or zeros without embeddings.
     int (*embed)(void* ctx, const k3_dims*, const k3_matrix* table, const int32_t* tokens /*[R]*/,
                  const float* embeddings /*[R, d] or NULL*/, float* s /*[R, d]*/, int64_t rows);
 
     // AttnRes: h = softmax-weighted sum of n_bank banked rows and the running sum; x = rms(h; norm).
     // Row r of the output is row take[r] of the sources (r itself when take is NULL).  h may be NULL.
+    // With keep, the running sum as it is goes there too, as the next row of the bank.
     int (*attn_res)(void* ctx, const k3_dims*, const float* bank /*[n_bank, bank_rows, d]*/, int64_t n_bank, int64_t bank_rows,
                     const float* s /*[R, d]*/, const float* u /*[d]*/, const float* norm /*[d]*/,
-                    const int64_t* take /*[rows] or NULL*/, float* h /*[rows, d]*/, float* x /*[rows, d]*/,
-                    float* weights /*[rows, n_bank + 1] or NULL*/, int64_t rows);
+                    const int32_t* take /*[rows] or NULL*/, float* keep /*[rows, d] or NULL*/, float* h /*[rows, d]*/,
+                    float* x /*[rows, d]*/, float* weights /*[rows, n_bank + 1] or NULL*/, int64_t rows);
 
     // y = x W^T for several matrices in one dispatch.
     int (*linear)(void* ctx, const k3_linear_job* jobs, int64_t n_jobs, int64_t rows);
@@ -156,7 +158,7 @@ typedef struct k3_ops {
     // Short convolution over time, SiLU, then q and k to unit length per head (q times D^-1/2 as well).
     // Reads the windows of segment->now, writes those of segment->next.
     int (*kda_conv)(void* ctx, const k3_dims*, const k3_kda*, const k3_pass*, int64_t mixer_index, const float* q_raw,
-                    const float* k_raw, const float* v_raw,     // [R, C]
+                    const float* k_raw, const float* v_raw,  // [R, C]
                     float* q, float* k, float* v /*[R, C]*/);
 
     // f <- decay factor exp(g) per key channel; b <- sigmoid(b).
@@ -164,14 +166,16 @@ typedef struct k3_ops {
 
     // The delta rule over the rows of each segment: S <- diag(alpha) S; S <- S + beta k (v - S^T k)^T; o = S^T q.
     int (*kda_recurrence)(void* ctx, const k3_dims*, const k3_pass*, int64_t mixer_index, const float* q, const float* k,
-                          const float* v, const float* alpha,   // [R, C]
+                          const float* v, const float* alpha,  // [R, C]
                           const float* beta /*[R, H]*/, float* o /*[R, C]*/);
 
     // o <- rms(o per head; o_norm) * sigmoid(g).
     int (*kda_output)(void* ctx, const k3_dims*, const k3_kda*, float* o /*[R, C]*/, const float* g /*[R, C]*/, int64_t rows);
 
     // Rotary variant only: rotates the rope channels of q per head and of the shared key, half-split pairs.
-    int (*mla_rope)(void* ctx, const k3_dims*, const k3_pass*, float* q /*[R, H * (nope + rope)]*/, float* kva /*[R, W]*/);
+    // The angle of pair i is position * frequencies[i].
+    int (*mla_rope)(void* ctx, const k3_dims*, const k3_pass*, const double* frequencies /*[rope / 2]*/,
+                    float* q /*[R, H * (nope + rope)]*/, float* kva /*[R, W]*/);
 
     // Normalises the latent part of kva and appends [c | k_r] to the pages of each segment.
     int (*mla_append)(void* ctx, const k3_dims*, const k3_mla*, const k3_pass*, int64_t mixer_index, const float* kva /*[R, W]*/);
@@ -193,17 +197,23 @@ typedef struct k3_ops {
     int (*route)(void* ctx, const k3_dims*, const float* logits /*[R, E]*/, const float* bias /*[E]*/, int32_t* ids /*[R, T]*/,
                  float* weights /*[R, T]*/, int64_t rows);
 
-    // u = sum over the chosen experts, ascending id, of weight * W2 SiTU(W1 z, W3 z).
-    int (*experts)(void* ctx, const k3_dims*, const k3_moe*, const float* z /*[R, latent]*/, const int32_t* ids /*[R, T]*/,
-                   const float* weights /*[R, T]*/, float* u /*[R, latent]*/, int64_t rows);
+    // u = sum over the chosen experts, ascending id, of weight * W2 SiTU(W1 z, W3 z).  Rows without an owner get zeros.
+    int (*experts)(void* ctx, const k3_dims*, const k3_moe*, const k3_pass*, const float* z /*[R, latent]*/,
+                   const int32_t* ids /*[R, T]*/, const float* weights /*[R, T]*/, float* u /*[R, latent]*/);
 
     // s <- (restart ? 0 : s) + (a + b), b may be NULL; notes per segment the first sub-layer that is not finite.
     int (*residual)(void* ctx, const k3_pass*, float* s /*[R, d]*/, const float* a /*[R, d]*/, const float* b, int32_t restart,
                     int32_t sublayer, int64_t d);
 
-    // Notes the segment of each row that is not finite; row r belongs to segment owner[r].
-    int (*finite)(void* ctx, const k3_pass*, const float* x /*[rows, n]*/, const int64_t* owner /*[rows]*/, int32_t sublayer,
+    // Notes the segment of each row that is not finite; row r belongs to segment owner[r], or to none where that is -1.
+    int (*finite)(void* ctx, const k3_pass*, const float* x /*[rows, n]*/, const int32_t* owner /*[rows]*/, int32_t sublayer,
                   int64_t rows, int64_t n);
+
+    // Copies between this table's memory and the host's, in order with its ops; the host's side is ready on return.
+    int (*read)(void* ctx, void* host, const void* here, int64_t bytes);
+    int (*write)(void* ctx, void* here, const void* host, int64_t bytes);
+    // Lets the ops called so far run while the host does something else.
+    int (*submit)(void* ctx);
 } k3_ops;
 
 #ifdef __cplusplus

@@ -33,10 +33,12 @@ from k3session.errors import (
     SnapshotMismatchError,
 )
 from k3session.generation import Generated
+from k3session.marks import Kept, Mark, Marks
 from k3session.model import Model
 from k3session.sampling import Sampling
 from k3session.session import Session
-from k3session.snapshot import LayerSnapshot, Snapshot
+from k3session.session.drafts import Draft
+from k3session.snapshot import LayerSnapshot, MarkSnapshot, Snapshot
 
 _logging.getLogger("k3session").addHandler(_logging.NullHandler())
 
@@ -48,11 +50,16 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "DeviceMemoryError",
+    "Draft",
     "Generated",
     "InvalidTokenError",
     "K3Config",
     "K3Error",
+    "Kept",
     "LayerSnapshot",
+    "Mark",
+    "MarkSnapshot",
+    "Marks",
     "Model",
     "NonFiniteError",
     "PassCancelled",

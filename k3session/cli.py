@@ -107,7 +107,9 @@ def _generate(args: argparse.Namespace) -> int:
             if not args.json and not resumed:
                 print(args.prompt, end="", flush=True)
             try:
-                for r in session.generate(args.max_tokens, sampling=sampling, stop=args.stop):
+                for r in session.generate(
+                    args.max_tokens, sampling=sampling, stop=args.stop, logprobs=args.logprobs
+                ):
                     if args.json:
                         print(json.dumps(r._asdict()), flush=True)
                     else:
@@ -178,6 +180,14 @@ def _info(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from k3session import doctor
+
+    report = doctor.examine()
+    _say(args, report, lambda: doctor.lines(report))
+    return 0 if report["ok"] else 1
+
+
 def _synth(args: argparse.Namespace) -> int:
     from k3session.synth import synth
 
@@ -245,6 +255,42 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _compare(args: argparse.Namespace) -> int:
+    from k3session.compare import Side, compare, record
+
+    if (args.other is None) == (args.record is None):
+        print("k3session: expected two sides, or one and --record FILE", file=sys.stderr)
+        return 2
+    ids = args.ids
+    if args.ids_file is not None:
+        try:
+            ids = _ids(Path(args.ids_file).read_text(encoding="utf-8", errors="replace"))
+        except argparse.ArgumentTypeError as problem:
+            print(f"k3session: {args.ids_file}: {problem}", file=sys.stderr)
+            return 1
+    if args.record is not None:
+        if ids is None:
+            print("k3session: --record needs --ids or --ids-file", file=sys.stderr)
+            return 2
+        trace = record(Side.read(args.side), ids, threads=args.threads, progress=True)
+        size = trace.save(args.record)
+        report = {"file": args.record, "tokens": int(trace.tokens.size), "bytes": size, "names": trace.names}
+        _say(args, report, lambda: [f"{args.record}: {report['tokens']} tokens, {_size(size)}"])
+        return 0
+    sides = Side.read(args.side), Side.read(args.other)
+    found = compare(*sides, ids, args.bound, threads=args.threads, progress=True)
+    _say(args, {"a": args.side, "b": args.other, **found.to_dict()}, found.lines)
+    return 0 if found.within else 1
+
+
+def _ids(text: str) -> list[int]:
+    """Token ids with commas or white space between them."""
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"expected token ids such as 1,2,3: {problem}") from None
+
+
 # ----------------------------------------------------------------------------------------------
 # arguments
 # ----------------------------------------------------------------------------------------------
@@ -306,6 +352,13 @@ def _parser() -> argparse.ArgumentParser:
         help="end before this text; may be given several times",
     )
     p.add_argument(
+        "--logprobs",
+        type=int,
+        default=0,
+        metavar="K",
+        help="with --json, also the K most probable tokens at each place",
+    )
+    p.add_argument(
         "--latent",
         choices=("fp32", "bf16"),
         default="fp32",
@@ -327,6 +380,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "folder", metavar="DIR", nargs="?", help="a checkpoint folder; default: the small model that ships"
     )
+
+    command("doctor", _doctor, "Say what can be used here, and what not and why.", as_json)
 
     from k3session.presets import PRESETS
 
@@ -368,6 +423,32 @@ def _parser() -> argparse.ArgumentParser:
         "--steps", type=int, default=32, metavar="N", help="tokens decoded after it (default: %(default)s)"
     )
     p.add_argument("--repeats", type=int, default=7, metavar="N", help="how often (default: %(default)s)")
+
+    p = command(
+        "compare",
+        _compare,
+        "Run the same tokens through two models, devices or instruction sets, and say where they first differ.",
+        as_json,
+        threads,
+    )
+    p.add_argument(
+        "side",
+        metavar="A",
+        help="a folder, FOLDER@OPTION,... (cpu, cuda, isa=base, ...), or a recorded trace",
+    )
+    p.add_argument("other", metavar="B", nargs="?", help="the other side")
+    p.add_argument("--ids", type=_ids, metavar="IDS", help="token ids, such as 1,2,3; a trace brings its own")
+    p.add_argument("--ids-file", metavar="FILE", help="a file of token ids instead")
+    p.add_argument(
+        "--bound",
+        type=float,
+        default=1e-4,
+        metavar="X",
+        help="what may differ, relative to the largest value in a layer (default: %(default)s)",
+    )
+    p.add_argument(
+        "--record", metavar="FILE", help="write a trace of A for a comparison elsewhere, instead of comparing"
+    )
 
     p = command("snapshot", lambda args: 2, "Look at snapshot files; needs no weights.")
     under = p.add_subparsers(metavar="ACTION", required=True)

@@ -4,6 +4,9 @@
 ========================  ==========================================================================
 ``K3_NUM_THREADS``        threads of a pass, where ``threads=`` is not given
 ``K3_ISA``                ``base``, ``avx2`` or ``avx512``: a lower instruction set than the best one
+``K3_CUDA_KDA``           0 or 1: whether KDA layers run on the GPU; so ``_MLA``, ``_DENSE``, ``_EXPERTS``
+``K3_LIBCUDA``            the CUDA driver's library, instead of ``libcuda.so.1``; read when it is first opened
+``K3_CUDA_SYNC``          1: wait after each kernel, so that an error names the kernel that made it
 ========================  ==========================================================================
 """
 
@@ -15,7 +18,14 @@ from pathlib import Path
 
 from k3session.errors import ConfigError
 
-__all__ = ["default_threads", "instruction_set"]
+__all__ = [
+    "component_on_gpu",
+    "default_threads",
+    "driver_library",
+    "instruction_set",
+    "settings",
+    "waits_after_launches",
+]
 
 
 def instruction_set(best: str, known: tuple[str, ...]) -> str:
@@ -44,6 +54,39 @@ def default_threads() -> int:
     cores = _physical(os.sched_getaffinity(0))
     quota = _cgroup_cores()
     return max(1, min(cores, 256, math.ceil(quota) if quota else cores))
+
+
+def component_on_gpu(component: str) -> bool | None:
+    """Return what ``K3_CUDA_...`` says of a component, or None where it is not set."""
+    name = f"K3_CUDA_{component.upper()}"
+    wanted = os.environ.get(name)
+    if not wanted:
+        return None
+    if wanted not in ("0", "1"):
+        raise ConfigError(f"{name} is {wanted!r}; expected 0 for the CPU or 1 for the GPU, or unset")
+    return wanted == "1"
+
+
+def driver_library() -> str:
+    """Return what ``K3_LIBCUDA`` names, or "" for the driver of this machine."""
+    return os.environ.get("K3_LIBCUDA", "")
+
+
+def waits_after_launches() -> bool:
+    """Return whether ``K3_CUDA_SYNC`` asks for it."""
+    wanted = os.environ.get("K3_CUDA_SYNC", "")
+    if wanted not in ("", "0", "1"):
+        raise ConfigError(f"K3_CUDA_SYNC is {wanted!r}; expected 0 or 1, or unset")
+    return wanted == "1"
+
+
+def settings() -> dict[str, str]:
+    """Return the variables of k3session, and those that choose among GPUs, as far as they are set."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith("K3_") or name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+    }
 
 
 def _physical(allowed: set[int]) -> int:

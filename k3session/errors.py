@@ -73,11 +73,16 @@ class CapacityError(K3Error, IndexError):
 
 
 class RewindError(K3Error, ValueError):
-    """A position that cannot be reached again; ``nearest`` is the closest one that can."""
+    """A position that cannot be reached again, or not with as few tokens of replay as the caller allows.
 
-    def __init__(self, message: str, nearest: int | None = None) -> None:
+    ``nearest`` is the closest position at or before it that the same call would reach; ``cost`` is the number of
+    tokens that would have to be computed again to reach the one asked for, or None where no number is enough.
+    """
+
+    def __init__(self, message: str, nearest: int | None = None, cost: int | None = None) -> None:
         super().__init__(message)
         self.nearest = nearest
+        self.cost = cost
 
 
 class SessionBusyError(K3Error, RuntimeError):

@@ -54,7 +54,7 @@ def _activations(c: K3Config, rows: int) -> int:
     )
     ffn = max(c.intermediate_size, c.shared_intermediate_size) + c.num_experts
     ffn += 2 * (c.num_experts_per_token + c.routed_expert_hidden_size)
-    return rows * (5 + streams + ffn + max(kda, mla))
+    return rows * (streams + ffn + max(kda, mla))
 
 
 def _work(c: K3Config, rows: int) -> int:

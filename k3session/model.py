@@ -8,22 +8,29 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from k3session import env
+import numpy as np
+import numpy.typing as npt
+
+from k3session import batch, env
 from k3session._core import ops
-from k3session._core.decoder import Decoder
 from k3session._core.weights import Weights
 from k3session.alive import Alive
 from k3session.checkpoint import Checkpoint
 from k3session.config import K3Config
-from k3session.errors import ClosedError, ConfigError, DeviceError, SessionBusyError
+from k3session.engine import Engine
+from k3session.errors import ClosedError, ConfigError, SessionBusyError
 from k3session.fingerprint import Fingerprint
+from k3session.marks import Marks
+from k3session.placement import Wanted
 from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling, read_generation_config
 from k3session.session import Session
+from k3session.stats import Counts, Stats, collect
 from k3session.text import Tokenizer
 
 __all__ = ["DEFAULT_MODEL", "Model"]
@@ -51,7 +58,7 @@ class Model:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, threads: int, isa: str, progress: ProgressArgument = False
+        self, checkpoint: Checkpoint, *, wanted: Wanted, threads: int, isa: str, progress: ProgressArgument = False
     ) -> None:
         report = Progress(progress)
         self._checkpoint: Checkpoint | None = checkpoint
@@ -60,16 +67,22 @@ class Model:
             self._weights: Any = Weights(checkpoint, report or None)
         finally:
             ops.leave_float_mode(mode)
-        self._decoder: Any = Decoder(self._weights)
+        self._engine = Engine(self._weights, wanted, threads, isa, report or None)
+        self._decoder: Any = self._engine.decoder
         self._sessions: Alive[Session] = Alive()
+        self._past = Counts()
         self._lock = threading.Lock()
+        self._batch_scratch: Any = None  # of batches, made by the first one
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: Fingerprint | None = None
         self.config: K3Config = checkpoint.config
         self.path: Path = checkpoint.path
         self.threads = threads
         self.isa = isa
-        self.device = "cpu"
+        self.device = str(self._engine.placement)
+        self.placement: dict[str, str] = self._engine.placement.to_dict()
+        self.placement_label = self._engine.placement.label
+        self.prefill_precision = wanted.prefill_precision
         self.default_sampling: Sampling = read_generation_config(self.path, self.config.eos_token_id)
         _alive.add(self)
         ops.hold_pool()
@@ -82,7 +95,12 @@ class Model:
         path: str | os.PathLike[str] = _NOT_GIVEN,
         *,
         device: str = "auto",
+        kda: str | None = None,
+        mla: str | None = None,
+        dense: str | None = None,
+        experts: str | None = None,
         threads: int | None = None,
+        prefill_precision: str = "exact",
         progress: ProgressArgument = False,
     ) -> Model:
         """Open a checkpoint folder.
@@ -94,9 +112,18 @@ class Model:
         path
             A folder in the Hugging Face layout.  Not given: the small model that ships in the package.
         device
-            "auto", "cpu", "cuda" or "cuda:N".  This version computes on the CPU: "auto" takes it, "cuda" raises.
+            "auto", "cpu", "cuda" or "cuda:N".  "auto" takes the first GPU where that can be used and the model fits, and
+            says in the log of ``k3session`` why not; "cuda" raises what stands in the way.
+        kda, mla, dense, experts
+            "cpu" or "cuda": where these components run (the dense MLP and the shared experts are ``dense``), whatever
+            `device` says.  None is the variable ``K3_CUDA_KDA``, ``K3_CUDA_MLA``, ``K3_CUDA_DENSE`` or
+            ``K3_CUDA_EXPERTS`` (0 or 1), or else `device`.  ``experts="cpu"`` is how a model runs whose experts are
+            larger than the GPU's memory.
         threads
             Threads of one pass.  None is ``K3_NUM_THREADS``, or the cores that this process may use.
+        prefill_precision
+            "exact": a prefill gives the bits of single steps.  "bf16x2": on a GPU, passes of 16 rows and more use the
+            tensor cores, with each activation as the sum of two BF16 numbers, within 1e-4 of the largest logit.
         progress
             True draws a bar on a terminal; a function is called as ``progress(event, current, total)``.
 
@@ -121,18 +148,90 @@ class Model:
             threads = env.default_threads()
         elif isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256:
             raise ConfigError(f"threads is {threads!r}; expected None or a number from 1 to 256")
-        _check_device(device)
+        wanted = Wanted.read(device, kda, mla, dense, experts, prefill_precision)
         isa = env.instruction_set(ops.best_isa(), ops.ISAS)
         checkpoint = Checkpoint.open(path, progress=progress)
         try:
-            return cls(checkpoint, threads=threads, isa=isa, progress=progress)
+            return cls(checkpoint, wanted=wanted, threads=threads, isa=isa, progress=progress)
         except BaseException:
             checkpoint.close()
             raise
 
-    def session(self, *, capacity: int | None = None, latent: str = "fp32") -> Session:
+    def session(
+        self, *, capacity: int | None = None, latent: str = "fp32", marks: Marks | bool | None = None
+    ) -> Session:
         """Return a new `Session` over this model; the parameters are the session's."""
-        return Session(self, capacity=capacity, latent=latent)
+        return Session(self, capacity=capacity, latent=latent, marks=marks)
+
+    def step(self, pairs: Iterable[tuple[Session, int]]) -> list[npt.NDArray[np.float32]]:
+        """Take in one token in each of several sessions, at whatever positions, in one pass.
+
+        Weights are read once for all of them.  Each session gets the bits that `Session.step` would have given it,
+        whatever its companions.
+
+        Parameters
+        ----------
+        pairs
+            (session, token) pairs; the sessions are of this model, each of them once.
+
+        Returns
+        -------
+        list of float32[vocab]
+            The logits for the token after each, in order; the caller's own.
+
+        Raises
+        ------
+        BatchError
+            Sessions failed: closed, in use by another thread, with an open draft, full, cancelled, or with a value
+            that is not finite, and those given a token that is none.  The others have gone on.  ``results`` has a row
+            or an exception for each, in order.
+        ConfigError
+            No pairs, a session twice, or one of another model; nothing was run.
+        ClosedError
+            The model is closed.
+
+        Examples
+        --------
+        >>> import k3session as k3
+        >>> with k3.Model.open() as model, model.session() as a, model.session() as b:
+        ...     rows = model.forward([(a, [82, 79, 77]), (b, [74, 85])])
+        ...     rows = model.step([(a, int(rows[0].argmax())), (b, int(rows[1].argmax()))])
+        ...     len(rows), a.position, b.position
+        (2, 4, 3)
+        """
+        return batch.step(self, pairs)
+
+    def forward(
+        self, pairs: Iterable[tuple[Session, Sequence[int] | npt.NDArray[Any]]]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Take in tokens in each of several sessions, 128 rows to a pass.
+
+        A session with few tokens drops out when it has them, and the others go on.  Each gets the bits that
+        `Session.prefill` would have given it, whatever its companions.
+
+        Parameters
+        ----------
+        pairs
+            (session, ids) pairs: token ids [n], or embeddings float32[n, hidden_size] in their place; the sessions
+            are of this model, each of them once.
+
+        Returns
+        -------
+        list of float32[vocab]
+            The logits for the token after the last one of each, in order; the caller's own.
+
+        Raises
+        ------
+        BatchError
+            As in `step`.  A session that fails stands at the end of the last pass that it came through.
+        ConfigError
+            No pairs, a session twice, or one of another model; nothing was run.
+        ClosedError
+            The model is closed.
+        KeyboardInterrupt
+            Every session stands at the end of its last finished pass and can go on.
+        """
+        return batch.forward(self, pairs)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -169,6 +268,16 @@ class Model:
             return sorted(self._sessions, key=lambda s: s.name)
 
     @property
+    def stats(self) -> Stats:
+        """What all sessions have done, closed ones too, and what the open ones hold; see `k3session.Stats`."""
+        self._check_open()
+        counts, sessions = Counts(), self.sessions
+        counts.add(self._past)
+        for session in sessions:
+            counts.add(session._counts)
+        return collect(self, counts, sessions)
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._weights is None
@@ -191,7 +300,9 @@ class Model:
                 )
             # The table of tensors goes too: of the released model it takes hundreds of megabytes.
             checkpoint, self._checkpoint = self._checkpoint, None
-            self._weights = self._decoder = None
+            self._weights = self._decoder = self._batch_scratch = None
+            engine = self._engine
+        engine.close()
         if checkpoint is not None:
             checkpoint.close()
         self._pool()
@@ -243,13 +354,5 @@ class Model:
     def _forget(self, session: Session) -> None:
         with self._lock:
             self._sessions.discard(session)
+            self._past.add(session._counts)
 
-
-def _check_device(device: str) -> None:
-    kind, _, number = device.partition(":") if isinstance(device, str) else ("", "", "")
-    if kind not in ("auto", "cpu", "cuda") or (number and (kind != "cuda" or not number.isdecimal())):
-        raise ConfigError(f"device is {device!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
-    if kind == "cuda":
-        raise DeviceError("this build of k3session has no CUDA kernels; use device='cpu' or 'auto'")
-    if kind == "auto":
-        log.info("device 'auto': this build has no CUDA kernels, using the CPU")

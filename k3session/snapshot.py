@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,9 +21,19 @@ from k3session.fingerprint import Fingerprint
 from k3session.progress import Progress, ProgressArgument
 from k3session.snapshot_file import FORMAT_VERSION, Part, SnapshotReader, serialize, write_file
 
-__all__ = ["LayerSnapshot", "Snapshot", "diff_files", "inspect_file", "verify_file"]
+__all__ = [
+    "LayerSnapshot",
+    "MarkSnapshot",
+    "Snapshot",
+    "diff_files",
+    "inspect_file",
+    "stated_marks",
+    "verify_file",
+]
 
 _ARRAYS = ("conv", "state", "latent")
+_FIXED = ("conv", "state")
+_MARKS = "x.marks."  # what an earlier reader passes over
 
 
 def _same(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -48,6 +58,43 @@ class LayerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class MarkSnapshot:
+    """An automatic mark: the state of an earlier position of the session that a snapshot holds.
+
+    Attributes
+    ----------
+    position
+        Tokens that the session held there.
+    kind
+        Why it was kept, as in `Session.reachable`.
+    logits
+        float32[vocab], for the next token.
+    layers
+        One `LayerSnapshot` per layer, with ``conv`` and ``state`` of a KDA layer.  The latent rows of an MLA layer
+        are the first `position` ones of the snapshot's own.
+    """
+
+    position: int
+    kind: str
+    logits: npt.NDArray[np.float32] | None
+    layers: tuple[LayerSnapshot, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(a.nbytes for _, a in self.arrays())
+
+    def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """The name in the file, and the array, of each tensor."""
+        start = f"{_MARKS}{self.position}."
+        if self.logits is not None:
+            yield f"{start}logits", self.logits
+        for i, layer in enumerate(self.layers):
+            for name, array in layer.arrays().items():
+                yield f"{start}layers.{i}.{name}", array
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """A session at one position, independent of it from then on.
 
@@ -63,6 +110,8 @@ class Snapshot:
         One `LayerSnapshot` per layer.
     facts
         What else the file's header says: fingerprint, build, instruction set, device, dtypes, sampling, ``meta``.
+    marks
+        Automatic marks, in order of position, where they were asked for.
 
     Examples
     --------
@@ -79,6 +128,7 @@ class Snapshot:
     logits: npt.NDArray[np.float32] | None
     layers: tuple[LayerSnapshot, ...]
     facts: dict[str, Any] = field(repr=False)
+    marks: tuple[MarkSnapshot, ...] = field(default=(), repr=False)
 
     @property
     def meta(self) -> Any:
@@ -96,7 +146,8 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(a.nbytes for layer in self.layers for a in layer.arrays().values())
+        own = sum(a.nbytes for layer in self.layers for a in layer.arrays().values())
+        return own + sum(m.nbytes for m in self.marks)
 
     def parts(self) -> list[Part]:
         """The tensors of the file, in order."""
@@ -105,7 +156,8 @@ class Snapshot:
             for i, layer in enumerate(self.layers)
             for name, a in layer.arrays().items()
         ]
-        return [*head_parts(self.tokens, self.logits), *parts]
+        marks = [Part(n, "F32", a.shape, partial(_same, a)) for m in self.marks for n, a in m.arrays()]
+        return [*head_parts(self.tokens, self.logits), *parts, *marks]
 
     def to_bytes(self) -> bytes:
         """Return the bytes of the snapshot file."""
@@ -132,9 +184,10 @@ class Snapshot:
             return cls.from_reader(reader)
 
     @classmethod
-    def from_reader(cls, reader: SnapshotReader) -> Snapshot:
-        """Read all tensors of an open file."""
+    def from_reader(cls, reader: SnapshotReader, marks: Collection[int] | None = None) -> Snapshot:
+        """Read the tensors of an open file; of its marks all, or those at the positions given."""
         position, count = stated_size(reader)
+        stated = stated_marks(reader)
         layers: list[dict[str, Any]] = [{} for _ in range(count)]
         for name in reader.tensors:
             kind, _, rest = name.partition(".")
@@ -149,7 +202,21 @@ class Snapshot:
         logits = reader.read("logits") if "logits" in reader.tensors else None
         if tokens is not None and tokens.shape != (position,):
             raise SnapshotCorruptError(f"{reader.name}: {tokens.shape} tokens for position {position}")
-        return cls(position, tokens, logits, tuple(LayerSnapshot(**d) for d in layers), reader.facts)
+        held = tuple(LayerSnapshot(**d) for d in layers)
+        read = tuple(
+            MarkSnapshot(
+                at,
+                kind,
+                reader.read(names["logits"]) if "logits" in names else None,
+                tuple(
+                    LayerSnapshot(**{n: reader.read(names[f"layers.{i}.{n}"]) for n in _FIXED if n in d})
+                    for i, d in enumerate(layers)
+                ),
+            )
+            for at, (kind, names) in stated.items()
+            if marks is None or at in marks
+        )
+        return cls(position, tokens, logits, held, reader.facts, read)
 
 
 def head_parts(tokens: npt.NDArray[Any] | None, logits: npt.NDArray[Any] | None) -> list[Part]:
@@ -173,6 +240,35 @@ def stated_size(reader: SnapshotReader) -> tuple[int, int]:
             f"{reader.name}: {layers} layers are stated, with {len(reader.tensors)} tensors"
         )
     return position, layers  # type: ignore[return-value]
+
+
+def stated_marks(reader: SnapshotReader) -> dict[int, tuple[str, dict[str, str]]]:
+    """Position -> (kind, {name of a part: name of its tensor}) of the marks that a header states, in order."""
+    stated = reader.facts.get("marks") or []
+    position, count = stated_size(reader)
+    found: dict[int, tuple[str, dict[str, str]]] = {}
+    try:
+        for mark in stated:
+            at, kind = mark["position"], mark["kind"]
+            if type(at) is not int or not max(found, default=0) < at <= position or not isinstance(kind, str):
+                raise ValueError(f"{mark} at its place in the list")
+            found[at] = (kind, {})
+    except (TypeError, KeyError, ValueError) as problem:
+        raise SnapshotCorruptError(f"{reader.name}: the list of marks cannot be read: {problem}") from None
+    if not found:
+        return found
+    for name in reader.tensors:
+        number, _, part = name.removeprefix(_MARKS).partition(".")
+        if name.startswith(_MARKS) and number.isdecimal() and int(number) in found:
+            found[int(number)][1][part] = name
+    fixed = [f"layers.{i}.{n}" for i in range(count) for n in _FIXED if f"layers.{i}.{n}" in reader.tensors]
+    for at, (_, parts) in found.items():
+        wrong = (set(parts) - {"logits"}) ^ set(fixed)
+        if wrong:
+            raise SnapshotCorruptError(
+                f"{reader.name}: the mark at {at} does not have the tensors that it should: {min(wrong)}"
+            )
+    return found
 
 
 def check_meta(meta: Any) -> Any:

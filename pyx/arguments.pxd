@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
-from k3session._core.c_ops cimport k3_kda_state, k3_matrix, k3_pass, k3_segment
+from k3session._core.c_ops cimport k3_matrix, k3_pass, k3_segment
 
 
 cdef class Matrix:
@@ -13,8 +13,11 @@ cdef class Matrix:
 cdef class Rows:
     cdef k3_pass job
     cdef k3_segment* segments           # [n_segments]
-    cdef k3_kda_state* now              # [n_segments] for the caller to fill
-    cdef k3_kda_state* next             # [n_segments]
+    cdef object owner                   # int32[rows]
+    cdef object noted                   # int32[n_segments] lowest bad sub-layer
+    cdef list page_arrays               # all pages, segment by segment
+    cdef list first_page                # [n_segments] number of its first one
+    cdef bint pages_written
     cdef void** pages                   # page tables of all segments, one after the other
     cdef list counts
 
@@ -22,6 +25,5 @@ cdef class Rows:
 
 
 cdef int check_array(str name, array, tuple shape, dtype) except -1
-cdef float* at(array) except? NULL
-cdef float* floats(str name, array, tuple shape) except? NULL
+cdef void* address(array) except NULL
 cdef int expect(Matrix w, str name, tuple shape) except -1

@@ -3,10 +3,10 @@
 
 import numpy as np
 
-from libc.stdint cimport int64_t, uint8_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from k3session._core.c_ops cimport K3_BF16, K3_F32, K3_MXFP4, K3_NO_BAD_SUBLAYER, k3_kda_state, k3_segment
+from k3session._core.c_ops cimport K3_BF16, K3_F32, K3_MXFP4, K3_NO_BAD_SUBLAYER, k3_segment
 
 from k3session.errors import ConfigError
 
@@ -35,6 +35,7 @@ cdef class Matrix:
         self.m.dtype = K3_MXFP4 if packed else K3_BF16 if data.dtype == np.uint16 else K3_F32
         self.m.rows = data.shape[0]
         self.m.cols = data.shape[1] * 2 if packed else data.shape[1]
+        self.m.pitch = data.shape[1] * data.itemsize
         self.m.data = <const void*><uintptr_t>data.__array_interface__["data"][0]
         self.data, self.scale = data, scale
 
@@ -62,27 +63,25 @@ cdef class Rows:
             raise ConfigError(f"positions: expected {len(self.counts)} numbers of at least 0; found {starts}")
         n = len(self.counts)
         self.segments = <k3_segment*>calloc(n, sizeof(k3_segment))
-        self.now = <k3_kda_state*>calloc(n, sizeof(k3_kda_state))
-        self.next = <k3_kda_state*>calloc(n, sizeof(k3_kda_state))
-        if self.segments == NULL or self.now == NULL or self.next == NULL:
+        if self.segments == NULL:
             raise MemoryError("could not allocate the segments of a call")
+        self.owner = np.repeat(np.arange(n, dtype=np.int32), self.counts)
+        self.noted = np.full(n, K3_NO_BAD_SUBLAYER, np.int32)
+        self.page_arrays, self.first_page = [], []
         for i in range(n):
             self.segments[i].row = row
             self.segments[i].rows = self.counts[i]
             self.segments[i].position = starts[i]
-            self.segments[i].now = self.now + i
-            self.segments[i].next = self.next + i
-            self.segments[i].bad_sublayer = K3_NO_BAD_SUBLAYER
+            self.segments[i].page_rows = 1
             row += self.segments[i].rows
         self.job.rows = rows
         self.job.n_segments = n
         self.job.segments = self.segments
-        self.job.page_rows = 1
+        self.job.owner = <const int32_t*>address(self.owner)
+        self.job.bad_sublayer = <int32_t*>address(self.noted)
 
     def __dealloc__(self):
         free(self.pages)
-        free(self.next)
-        free(self.now)
         free(self.segments)
 
     cdef int bind_pages(self, pages, int64_t layer, int64_t stride, bint written) except -1:
@@ -90,18 +89,19 @@ cdef class Rows:
         cdef int64_t i, bound = 0
         if len(pages) != self.job.n_segments or not all(len(p) for p in pages):
             raise ConfigError(f"pages: expected a list of pages for each of {self.job.n_segments} segments")
-        first = pages[0][0]
-        if not isinstance(first, np.ndarray) or first.ndim != 3 or first.dtype not in (np.float32, np.uint16):
-            raise ConfigError(f"pages: expected float32 or uint16[layers, rows, {stride}]; found {describe(first)}")
-        if not 0 <= layer < first.shape[0]:
-            raise ConfigError(f"layer: expected 0 to {first.shape[0] - 1}; found {layer}")
-        self.job.page_rows = first.shape[1]
-        self.job.latent_dtype = K3_BF16 if first.dtype == np.uint16 else K3_F32
         self.pages = <void**>calloc(sum(len(p) for p in pages), sizeof(void*))
         if self.pages == NULL:
             raise MemoryError("could not allocate the page tables of a call")
         for i in range(self.job.n_segments):
+            first = pages[i][0]
+            if not isinstance(first, np.ndarray) or first.ndim != 3 or first.dtype not in (np.float32, np.uint16):
+                raise ConfigError(f"pages: expected float32 or uint16[layers, rows, {stride}]; found {describe(first)}")
+            if not 0 <= layer < first.shape[0]:
+                raise ConfigError(f"layer: expected 0 to {first.shape[0] - 1}; found {layer}")
+            self.segments[i].page_rows = first.shape[1]
+            self.segments[i].latent_dtype = K3_BF16 if first.dtype == np.uint16 else K3_F32
             self.segments[i].pages = self.pages + bound
+            self.first_page.append(bound)
             end = self.segments[i].position + self.segments[i].rows
             if end > len(pages[i]) * first.shape[1]:
                 raise ConfigError(f"pages: segment {i} needs room for {end} positions; found {len(pages[i]) * first.shape[1]}")
@@ -110,13 +110,14 @@ cdef class Rows:
                 if written and not page.flags.writeable:
                     raise ConfigError("page: expected an array that can be written")
                 self.pages[bound] = <void*><uintptr_t>page.ctypes.data
+                self.page_arrays.append(page)
                 bound += 1
+        self.pages_written = written
         return 0
 
     def bad(self) -> list[int | None]:
         """The sub-layer noted for each segment, or None."""
-        return [None if self.segments[i].bad_sublayer == K3_NO_BAD_SUBLAYER else self.segments[i].bad_sublayer
-                for i in range(self.job.n_segments)]
+        return [None if code == K3_NO_BAD_SUBLAYER else int(code) for code in self.noted]
 
 
 def describe(array) -> str:
@@ -133,13 +134,8 @@ cdef int check_array(str name, array, tuple shape, dtype) except -1:
     return 0
 
 
-cdef float* at(array) except? NULL:
-    return <float*><uintptr_t>array.__array_interface__["data"][0]
-
-
-cdef float* floats(str name, array, tuple shape) except? NULL:
-    check_array(name, array, shape, np.float32)
-    return at(array)
+cdef void* address(array) except NULL:
+    return <void*><uintptr_t>array.__array_interface__["data"][0]
 
 
 cdef int expect(Matrix w, str name, tuple shape) except -1:

@@ -16,6 +16,7 @@ cdef extern from "ops.h" nogil:
         const uint8_t* scale
         int64_t rows
         int64_t cols
+        int64_t pitch
         int32_t dtype
 
     ctypedef struct k3_kda:
@@ -66,6 +67,7 @@ cdef extern from "ops.h" nogil:
         int64_t num_attention_heads, q_lora_rank, kv_lora_rank
         int64_t qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         int64_t latent_stride
+        int64_t conv_stride, state_stride
         int64_t num_experts, num_experts_per_token, moe_intermediate_size, routed_expert_hidden_size
         int64_t shared_intermediate_size, intermediate_size
         int64_t n_kda, n_mla
@@ -76,7 +78,6 @@ cdef extern from "ops.h" nogil:
         float attention_scale
         int32_t moe_renormalize
         int32_t rotary
-        double rope_theta
 
     ctypedef struct k3_kda_state:
         float* conv
@@ -86,17 +87,18 @@ cdef extern from "ops.h" nogil:
         int64_t row
         int64_t rows
         int64_t position
-        const k3_kda_state* now
-        const k3_kda_state* next
+        k3_kda_state now
+        k3_kda_state next
         void* const* pages
-        int32_t bad_sublayer
+        int64_t page_rows
+        int32_t latent_dtype
 
     ctypedef struct k3_pass:
         int64_t rows
         int64_t n_segments
-        k3_segment* segments
-        int64_t page_rows
-        int32_t latent_dtype
+        const k3_segment* segments
+        const int32_t* owner
+        int32_t* bad_sublayer
 
     ctypedef struct k3_linear_job:
         const k3_matrix* w
@@ -108,7 +110,7 @@ cdef extern from "ops.h" nogil:
         void* ctx
         int (*embed)(void*, const k3_dims*, const k3_matrix*, const int32_t*, const float*, float*, int64_t) noexcept nogil
         int (*attn_res)(void*, const k3_dims*, const float*, int64_t, int64_t, const float*, const float*, const float*,
-                        const int64_t*, float*, float*, float*, int64_t) noexcept nogil
+                        const int32_t*, float*, float*, float*, float*, int64_t) noexcept nogil
         int (*linear)(void*, const k3_linear_job*, int64_t, int64_t) noexcept nogil
         int (*gate_up)(void*, const k3_dims*, const k3_matrix*, const k3_matrix*, const float*, float*, int64_t) noexcept nogil
         int (*rms_norm)(void*, const float*, int64_t, const float*, float, float*, int64_t, int64_t, int64_t) noexcept nogil
@@ -118,16 +120,19 @@ cdef extern from "ops.h" nogil:
         int (*kda_recurrence)(void*, const k3_dims*, const k3_pass*, int64_t, const float*, const float*, const float*,
                               const float*, const float*, float*) noexcept nogil
         int (*kda_output)(void*, const k3_dims*, const k3_kda*, float*, const float*, int64_t) noexcept nogil
-        int (*mla_rope)(void*, const k3_dims*, const k3_pass*, float*, float*) noexcept nogil
+        int (*mla_rope)(void*, const k3_dims*, const k3_pass*, const double*, float*, float*) noexcept nogil
         int (*mla_append)(void*, const k3_dims*, const k3_mla*, const k3_pass*, int64_t, const float*) noexcept nogil
         int (*mla_absorb)(void*, const k3_dims*, const k3_mla*, const float*, float*, int64_t) noexcept nogil
         int (*mla_attend)(void*, const k3_dims*, const k3_pass*, int64_t, const float*, float*) noexcept nogil
         int (*mla_unabsorb)(void*, const k3_dims*, const k3_mla*, const float*, const float*, float*, int64_t) noexcept nogil
         int (*route)(void*, const k3_dims*, const float*, const float*, int32_t*, float*, int64_t) noexcept nogil
-        int (*experts)(void*, const k3_dims*, const k3_moe*, const float*, const int32_t*, const float*, float*,
-                       int64_t) noexcept nogil
+        int (*experts)(void*, const k3_dims*, const k3_moe*, const k3_pass*, const float*, const int32_t*, const float*,
+                       float*) noexcept nogil
         int (*residual)(void*, const k3_pass*, float*, const float*, const float*, int32_t, int32_t, int64_t) noexcept nogil
-        int (*finite)(void*, const k3_pass*, const float*, const int64_t*, int32_t, int64_t, int64_t) noexcept nogil
+        int (*finite)(void*, const k3_pass*, const float*, const int32_t*, int32_t, int64_t, int64_t) noexcept nogil
+        int (*read)(void*, void*, const void*, int64_t) noexcept nogil
+        int (*write)(void*, void*, const void*, int64_t) noexcept nogil
+        int (*submit)(void*) noexcept nogil
 
 
 cdef extern from "host/host.h" nogil:
@@ -154,3 +159,12 @@ cdef extern from "host/pool.h" nogil:
     void k3_pool_hold() noexcept
     void k3_pool_release() noexcept
     int k3_pool_workers() noexcept
+
+
+cdef extern from "k3_launch.h" nogil:
+    ctypedef struct k3_cuda:
+        int (*launch)(k3_cuda*, int, unsigned int, unsigned int, unsigned int, unsigned int, size_t, void**) noexcept nogil
+        int32_t replaying
+        int32_t split_activations
+        char* work
+        int64_t work_bytes

@@ -1,17 +1,36 @@
 # SPDX-License-Identifier: MIT
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 
 from k3session._core.c_ops cimport k3_cpu, k3_dims, k3_ops
+from k3session._core.memory cimport Memory
 
 
-cdef class CpuOps:
-    cdef k3_ops table             # what the decoder calls; table.ctx is &self.cpu
-    cdef k3_cpu cpu               # threads and work buffers of one pass in flight
+cdef struct PassShape:            # what the launches of a pass depend on
+    int64_t rows
+    int64_t segments
+    int64_t take
+    int64_t kind                  # flags that change what is launched
+    uint64_t tape                 # where it keeps what a later commit needs, or 0
+    bint traced                   # inner values are read between the ops
+
+
+cdef class Ops:
+    cdef k3_ops table             # what the decoder calls
+    cdef readonly Memory memory   # where the ops' arguments lie
+    cdef readonly int64_t rows    # the largest pass that the buffers hold
+    cdef char* mail
+
+    cdef int64_t padded(self, int64_t rows) noexcept nogil
+    cdef int open_mail(self, int64_t nbytes, char** host, char** here) except -1
+    cdef int begin(self, PassShape shape, int64_t mail_bytes) noexcept nogil
+    cdef int end(self, bint complete, int64_t offset, int64_t nbytes) noexcept nogil
+
+
+cdef class CpuOps(Ops):
+    cdef k3_cpu cpu               # threads and work buffers of one pass in flight; the table's ctx
     cdef bint holds_pool
     cdef readonly str isa         # "base", "avx2" or "avx512"
-    cdef readonly int64_t rows    # the largest pass that the buffers hold
 
-cdef void* aligned(int64_t nbytes) except NULL
 cdef int op_table(str isa, k3_ops* table) except -1
 cdef void buffer_sizes(const k3_dims* dims, int64_t rows, int64_t* x, int64_t* work, int64_t* items) noexcept nogil
 cdef void pool_hold() noexcept nogil

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""CpuOps: the op table of one instruction set, with the buffers of one pass in flight."""
+"""Ops: an op table with what one pass in flight needs beside it; CpuOps for each instruction set of the host."""
 
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport free
-from posix.stdlib cimport posix_memalign
 
 from k3session._core.c_ops cimport (
     k3_cpu_best_isa,
@@ -18,6 +17,7 @@ from k3session._core.c_ops cimport (
     k3_pool_workers,
     k3_probe_read,
 )
+from k3session._core.memory cimport HOST, aligned
 from k3session._core.weights cimport Weights
 
 from k3session.errors import ConfigError
@@ -27,14 +27,6 @@ cdef extern from "k3_build.h":
 
 ISAS = ("base", "avx2", "avx512")
 BUILD = K3_BUILD.decode()               # digest of the sources and flags of the compiled core
-
-
-cdef void* aligned(int64_t nbytes) except NULL:
-    """Memory aligned to a cache line; MemoryError says how much was asked for."""
-    cdef void* p = NULL
-    if nbytes < 0 or posix_memalign(&p, 64, <size_t>(nbytes if nbytes > 0 else 64)) != 0:
-        raise MemoryError(f"could not allocate {nbytes / 2**20:.1f} MiB of host memory")
-    return p
 
 
 cdef unsigned int float_mode_enter() noexcept nogil:
@@ -107,7 +99,40 @@ def pool_workers() -> int:
     return k3_pool_workers()
 
 
-cdef class CpuOps:
+cdef class Ops:
+    """What the decoder asks of a device beside the ops themselves.
+
+    A pass is bracketed by `begin` and `end`.  What differs from one pass to the next (tokens, segments) is written to
+    the mail, host memory that the ops read at another address, if they cannot read the host's.
+    """
+
+    cdef int64_t padded(self, int64_t rows) noexcept nogil:
+        """How many rows, or segments, a pass is laid out for that has so many."""
+        return rows
+
+    cdef int open_mail(self, int64_t nbytes, char** host, char** here) except -1:
+        """Allocates the mail; called once."""
+        self.mail = <char*>aligned(nbytes)
+        host[0] = here[0] = self.mail
+        return 0
+
+    cdef int begin(self, PassShape shape, int64_t mail_bytes) noexcept nogil:
+        """Before the ops of a pass: the first ``mail_bytes`` of the mail are delivered."""
+        return 0
+
+    cdef int end(self, bint complete, int64_t offset, int64_t nbytes) noexcept nogil:
+        """After the last op: all have run, and those bytes of the mail are back; or the pass was broken off."""
+        return 0
+
+    def failure(self) -> Exception | None:
+        """What went wrong on the device in the last pass, or None."""
+        return None
+
+    def poison(self) -> None:
+        """Fills the work memory with NaN, so that a test sees whatever reads it before writing."""
+
+
+cdef class CpuOps(Ops):
     """The ops of one instruction set for passes of up to ``rows`` rows on up to ``threads`` threads."""
 
     def __cinit__(self, Weights weights not None, int64_t rows, int threads, str isa):
@@ -116,6 +141,7 @@ cdef class CpuOps:
         k3_pool_hold()                  # for as long as a pass could use the threads
         self.holds_pool = True
         self.isa = isa
+        self.memory = HOST
         self.rows = rows
         self.table.ctx = &self.cpu
         self.cpu.threads = threads
@@ -131,6 +157,7 @@ cdef class CpuOps:
         if self.holds_pool:
             with nogil:
                 k3_pool_release()
+        free(self.mail)
         free(self.cpu.list)
         free(self.cpu.work)
         free(self.cpu.x)

@@ -1,34 +1,57 @@
 # SPDX-License-Identifier: MIT
 from libc.stdint cimport int32_t, int64_t
 
-from k3session._core.c_ops cimport k3_kda_state
+from k3session._core.c_ops cimport k3_kda_state, k3_segment
+from k3session._core.memory cimport Memory
 from k3session._core.weights cimport Weights
 
 
+cdef struct Block:                      # conv windows and recurrent matrices of all KDA layers; never changed while shared
+    int64_t holders
+    k3_kda_state at
+
+
 cdef struct Slab:                       # a run of latent pages that were allocated together
-    int64_t pages                       # live references to its pages, over all timelines
+    int64_t pages                       # those of them that are in use
+    char* data
+
+
+cdef struct Page:                       # latent rows of page_rows positions, of all MLA layers
+    int64_t holders                     # timelines that have it in their table
+    int64_t filled                      # rows that somebody may have written: rows from there on are free to take
+    Slab* slab
     char* data
 
 
 cdef class Timeline:
     cdef readonly Weights weights
-    cdef k3_kda_state* now              # [n_kda] conv windows and recurrent matrices; a commit swaps the pointers
+    cdef readonly Memory kda_memory, mla_memory
+    cdef Block* now
     cdef int64_t* seen                  # [num_hidden_layers] tokens that each layer has taken in
-    cdef void** pages                   # [n_pages] latent pages, in order of position
-    cdef Slab** slabs                   # [n_pages] the slab that each page belongs to
+    cdef Page** pages                   # [n_pages] in order of position
+    cdef void** addresses               # [n_pages] their data: the page table of ops on the host
     cdef int64_t n_pages, page_room
+    cdef void* table                    # the same table in mla_memory, where that is not the host's
+    cdef int64_t table_pages, table_room  # entries that are up to date there, and room for how many
     cdef readonly int64_t page_rows     # positions in a page
     cdef readonly int32_t latent_dtype  # K3_F32 or K3_BF16
     cdef readonly int64_t position      # tokens committed
 
-    cdef int64_t conv_bytes(self) noexcept nogil
-    cdef int64_t state_bytes(self) noexcept nogil
     cdef int64_t row_bytes(self) noexcept nogil
+    cdef int64_t block_bytes(self) noexcept nogil
+    cdef int64_t page_bytes(self) noexcept nogil
     cdef int reserve(self, int64_t positions) except -1
+    cdef int own_page(self, int64_t number) except -1
+    cdef int add_pages(self, int64_t count) except -1
+    cdef int room_for_pages(self, int64_t count) except -1
+    cdef int upload_table(self) except -1
     cdef int check(self, int64_t position) noexcept nogil
-    cdef void commit(self, k3_kda_state* next, int64_t rows) noexcept nogil
-    cdef char* latent(self, int64_t mla_index, int64_t position) noexcept nogil
-    cdef int drop_pages(self, int64_t keep) noexcept
+    cdef void lay_out(self, k3_segment* segment) noexcept
+    cdef Block* commit(self, Block* next, int64_t rows) noexcept
+    cdef int read_rows(self, int64_t mla_index, char* host, int64_t positions, int64_t width) except -1
+    cdef int write_rows(self, int64_t mla_index, const char* host, int64_t positions, int64_t width) except -1
+    cdef void drop_pages(self, int64_t keep) noexcept
+    cdef void let_go(self) noexcept
 
 
 cdef class K3CpuFallbackState:
@@ -37,11 +60,13 @@ cdef class K3CpuFallbackState:
     cdef readonly bint is_kda
     cdef int32_t mixer_index
 
+    cdef float* recurrent(self, str name) noexcept
+
 
 cdef class Owner:
     cdef str name
     cdef bint busy
 
 
-cdef k3_kda_state* allocate_kda(Weights weights) except? NULL
-cdef void free_kda(k3_kda_state* states) noexcept
+cdef Block* new_block(Weights weights, Memory memory, bint zeroed=*) except NULL
+cdef void drop_block(Block* block, Memory memory) noexcept

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""The state of one session: what each layer carries from token to token.
+"""The state of one session: what each layer carries from token to token, on the host or on a device.
 
-KDA layers carry their convolution windows and the recurrent matrix, of fixed size.  MLA layers carry one latent row
+KDA layers carry their convolution windows and the recurrent matrix, of fixed size, all in one block.  A pass reads the
+block and writes another one, so a block can be shared by timelines without a copy.  MLA layers carry one latent row
 per token, in pages: a page covers the same positions of all MLA layers, so a session has one page table, grows
-without copying, and reserves its memory before a pass begins.
+without copying, and reserves its memory before a pass begins.  Pages are shared as well; of two timelines that share
+a page the first one to go on writes behind the rows that are there, and the other one takes a copy.
 """
+
+cimport cython
 
 import numpy as np
 
@@ -12,8 +16,8 @@ from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from k3session._core.c_ops cimport K3_BF16, K3_F32, k3_kda_state
-from k3session._core.ops cimport aligned
+from k3session._core.c_ops cimport K3_BF16, K3_F32, k3_segment
+from k3session._core.memory cimport HOST, Memory
 from k3session._core.weights cimport Weights
 
 from k3session.errors import SessionBusyError, SnapshotMismatchError
@@ -21,42 +25,34 @@ from k3session.errors import SessionBusyError, SnapshotMismatchError
 cdef int64_t SLAB_BYTES = 8 << 20       # what one allocation of latent pages aims at, once a session is that long
 
 
-cdef k3_kda_state* allocate_kda(Weights weights) except? NULL:
-    """Zeroed conv windows and recurrent matrices of all KDA layers, in two blocks; freed by free_kda."""
-    cdef int64_t n = weights.dims.n_kda, i
-    cdef int64_t C = weights.dims.kda_num_heads * weights.dims.kda_head_k
-    cdef int64_t conv = 3 * (weights.dims.conv_kernel - 1) * C
-    cdef int64_t state = C * weights.dims.kda_head_v
-    cdef k3_kda_state* s = NULL
-    cdef int64_t conv_stride = (conv + 15) // 16 * 16, state_stride = (state + 15) // 16 * 16
-    s = <k3_kda_state*>calloc(n + 1, sizeof(k3_kda_state))
-    if s == NULL:
+cdef Block* new_block(Weights weights, Memory memory, bint zeroed=True) except NULL:
+    """A block with one holder."""
+    cdef int64_t n = weights.dims.n_kda
+    cdef Block* block = <Block*>calloc(1, sizeof(Block))
+    if block == NULL:
         raise MemoryError("could not allocate the table of recurrent states")
-    if n == 0:
-        return s
+    block.holders = 1
     try:
-        s[0].conv = <float*>aligned(n * conv_stride * 4)
-        s[0].state = <float*>aligned(n * state_stride * 4)
-    except MemoryError:
-        free(s[0].conv)
-        free(s)
+        block.at.conv = <float*>memory.allocate(n * weights.dims.conv_stride * 4, zeroed)
+        block.at.state = <float*>memory.allocate(n * weights.dims.state_stride * 4, zeroed)
+    except BaseException:
+        drop_block(block, memory)
         raise
-    memset(s[0].conv, 0, n * conv_stride * 4)
-    memset(s[0].state, 0, n * state_stride * 4)
-    for i in range(n):
-        s[i].conv = s[0].conv + i * conv_stride
-        s[i].state = s[0].state + i * state_stride
-    return s
+    return block
 
 
-cdef void free_kda(k3_kda_state* s) noexcept:
-    """Commits swap whole tables, so the blocks of a table always begin with its first entry."""
-    if s != NULL:
-        free(s[0].state)
-        free(s[0].conv)
-        free(s)
+cdef void drop_block(Block* block, Memory memory) noexcept:
+    """One holder less; the last one frees it."""
+    if block == NULL:
+        return
+    block.holders -= 1
+    if block.holders == 0:
+        memory.release(block.at.state)
+        memory.release(block.at.conv)
+        free(block)
 
 
+@cython.no_gc_clear
 cdef class Timeline:
     """All layers of one session.
 
@@ -68,25 +64,39 @@ cdef class Timeline:
         Store latent rows in BF16, rounded once, instead of float32.
     page_rows : int
         Positions in a page; results do not depend on it.
+    kda_memory, mla_memory : Memory, optional
+        Where the layers' state lives: where their ops run.  The host's by default.
     """
 
-    def __cinit__(self, Weights weights not None, bint bf16_latent=False, int64_t page_rows=64):
+    def __cinit__(self, Weights weights not None, bint bf16_latent=False, int64_t page_rows=64, Memory kda_memory=None,
+                  Memory mla_memory=None):
         if page_rows < 1:
             raise ValueError(f"page_rows is {page_rows}; expected at least 1")
         self.weights = weights
+        self.kda_memory = HOST if kda_memory is None else kda_memory
+        self.mla_memory = HOST if mla_memory is None else mla_memory
         self.latent_dtype = K3_BF16 if bf16_latent else K3_F32
         self.page_rows = page_rows
         self.seen = <int64_t*>calloc(weights.dims.num_hidden_layers, sizeof(int64_t))
         if self.seen == NULL:
             raise MemoryError("could not allocate the positions of the layers")
-        self.now = allocate_kda(weights)
+        self.now = new_block(weights, self.kda_memory)
 
     def __dealloc__(self):
-        self.drop_pages(0)
+        self.let_go()
         free(self.pages)
-        free(self.slabs)
-        free_kda(self.now)
+        free(self.addresses)
         free(self.seen)
+
+    cdef void let_go(self) noexcept:
+        """Frees all that this timeline alone holds."""
+        self.drop_pages(0)
+        drop_block(self.now, self.kda_memory)
+        self.now = NULL
+        if self.table != NULL:
+            self.mla_memory.release(self.table)
+        self.table = NULL
+        self.table_pages = self.table_room = 0
 
     @property
     def layers(self) -> list:
@@ -94,69 +104,197 @@ cdef class Timeline:
         return [K3CpuFallbackState.__new__(K3CpuFallbackState, self, i)
                 for i in range(self.weights.dims.num_hidden_layers)]
 
-    cdef int64_t conv_bytes(self) noexcept nogil:
-        return 3 * (self.weights.dims.conv_kernel - 1) * self.weights.dims.kda_num_heads * self.weights.dims.kda_head_k * 4
-
-    cdef int64_t state_bytes(self) noexcept nogil:
-        return self.weights.dims.kda_num_heads * self.weights.dims.kda_head_k * self.weights.dims.kda_head_v * 4
-
     cdef int64_t row_bytes(self) noexcept nogil:
         return self.weights.dims.latent_stride * (2 if self.latent_dtype == K3_BF16 else 4)
 
+    cdef int64_t block_bytes(self) noexcept nogil:
+        d = &self.weights.dims
+        return d.n_kda * 4 * d.kda_num_heads * d.kda_head_k * (3 * (d.conv_kernel - 1) + d.kda_head_v)
+
+    cdef int64_t page_bytes(self) noexcept nogil:
+        return self.weights.dims.n_mla * self.page_rows * self.row_bytes()
+
     @property
     def nbytes(self) -> int:
-        """Bytes of state held now: conv windows, recurrent matrices and latent pages."""
-        cdef int64_t page = self.weights.dims.n_mla * self.page_rows * self.row_bytes()
-        return self.weights.dims.n_kda * (self.conv_bytes() + self.state_bytes()) + self.n_pages * page
+        """Bytes of state held now: conv windows, recurrent matrices and latent pages, what is shared included."""
+        return self.block_bytes() + self.n_pages * self.page_bytes()
+
+    # ------------------------------------------------------------------------------------------
+    # pages
+    # ------------------------------------------------------------------------------------------
 
     cdef int reserve(self, int64_t positions) except -1:
-        """Makes room for that many positions; on failure nothing has changed."""
+        """Makes room for that many positions, for this timeline alone to write; on failure nothing has changed."""
         cdef int64_t need = (positions + self.page_rows - 1) // self.page_rows - self.n_pages
-        cdef int64_t page = self.weights.dims.n_mla * self.page_rows * self.row_bytes()
-        cdef int64_t count, i, room
-        cdef void* grown
-        cdef Slab* slab
-        if need <= 0 or page == 0:
+        cdef int64_t i, page = self.page_bytes(), first = self.position // self.page_rows
+        if page == 0:
             return 0
-        # A quarter more than the session has, up to a slab's size: few allocations, little unused.
-        count = max(need, min(self.n_pages // 4, SLAB_BYTES // page))
-        if self.n_pages + count > self.page_room:
-            room = max(2 * self.page_room, self.n_pages + count)
+        if first < self.n_pages:
+            self.own_page(first)
+        if need > 0:
+            # A quarter more than the session has, up to a slab's size: few allocations, little unused.
+            self.add_pages(max(need, min(self.n_pages // 4, SLAB_BYTES // page)))
+        for i in range(first, min(self.n_pages, (positions + self.page_rows - 1) // self.page_rows)):
+            self.pages[i].filled = max(self.pages[i].filled, min(self.page_rows, positions - i * self.page_rows))
+        if not self.mla_memory.mapped:
+            self.upload_table()
+        return 0
+
+    cdef int own_page(self, int64_t number) except -1:
+        """Copies a page that another timeline may go on in as well; rows behind `filled` are nobody's yet."""
+        cdef Page* old = self.pages[number]
+        cdef int64_t taken = max(0, self.position - number * self.page_rows), i
+        if old.holders == 1:
+            old.filled = taken
+            return 0
+        if old.filled <= taken:
+            return 0
+        self.add_pages(1)
+        try:
+            self.mla_memory.copy(self.addresses[self.n_pages - 1], old.data, self.page_bytes())
+        except BaseException:
+            self.drop_pages(self.n_pages - 1)
+            raise
+        self.pages[number] = self.pages[self.n_pages - 1]
+        self.addresses[number] = self.addresses[self.n_pages - 1]
+        self.pages[number].filled = taken
+        self.pages[self.n_pages - 1] = old
+        self.drop_pages(self.n_pages - 1)
+        self.table_pages = min(self.table_pages, number)
+        return 0
+
+    cdef int room_for_pages(self, int64_t count) except -1:
+        cdef int64_t room
+        cdef void* grown
+        if count > self.page_room:
+            room = max(2 * self.page_room, count)
             grown = realloc(self.pages, room * sizeof(void*))
             if grown == NULL:
                 raise MemoryError("could not grow the page table of the latent cache")
-            self.pages = <void**>grown
-            grown = realloc(self.slabs, room * sizeof(void*))
+            self.pages = <Page**>grown
+            grown = realloc(self.addresses, room * sizeof(void*))
             if grown == NULL:
                 raise MemoryError("could not grow the page table of the latent cache")
-            self.slabs = <Slab**>grown
+            self.addresses = <void**>grown
             self.page_room = room
-        slab = <Slab*>malloc(sizeof(Slab))
+        return 0
+
+    cdef int add_pages(self, int64_t count) except -1:
+        """New pages at the end of the table, in one slab."""
+        cdef int64_t i, page = self.page_bytes()
+        cdef Slab* slab
+        cdef Page** made = self.pages
+        self.room_for_pages(self.n_pages + count)
+        slab = <Slab*>calloc(1, sizeof(Slab))
         if slab == NULL:
             raise MemoryError("could not allocate a slab of the latent cache")
         try:
-            slab.data = <char*>aligned(count * page)
-        except MemoryError:
+            slab.data = <char*>self.mla_memory.allocate(count * page)
+        except BaseException:
             free(slab)
             raise
-        slab.pages = count
+        made = self.pages + self.n_pages
         for i in range(count):
-            self.pages[self.n_pages + i] = slab.data + i * page
-            self.slabs[self.n_pages + i] = slab
-        self.n_pages += count
-        return 0
+            made[i] = <Page*>calloc(1, sizeof(Page))
+            if made[i] == NULL:
+                break
+            made[i].holders = 1
+            made[i].slab = slab
+            made[i].data = slab.data + i * page
+            self.addresses[self.n_pages + i] = made[i].data
+        else:
+            slab.pages = count
+            self.n_pages += count
+            return 0
+        while i > 0:
+            i -= 1
+            free(made[i])
+        self.mla_memory.release(slab.data)
+        free(slab)
+        raise MemoryError("could not allocate the pages of the latent cache")
 
-    cdef int drop_pages(self, int64_t keep) noexcept:
+    cdef void drop_pages(self, int64_t keep) noexcept:
         """Lets go of all pages from number ``keep`` on."""
-        cdef Slab* slab
+        cdef Page* page
         while self.n_pages > keep:
             self.n_pages -= 1
-            slab = self.slabs[self.n_pages]
-            slab.pages -= 1
-            if slab.pages == 0:
-                free(slab.data)
-                free(slab)
+            page = self.pages[self.n_pages]
+            page.holders -= 1
+            if page.holders == 0:
+                page.slab.pages -= 1
+                if page.slab.pages == 0:
+                    self.mla_memory.release(page.slab.data)
+                    free(page.slab)
+                free(page)
+        self.table_pages = min(self.table_pages, keep)
+
+    cdef int upload_table(self) except -1:
+        """Brings the device's page table up to date: only when the session has grown or a page was exchanged."""
+        cdef int64_t room
+        cdef void* grown
+        if self.n_pages > self.table_room:
+            room = max(64, 2 * self.table_room, self.n_pages)
+            grown = self.mla_memory.allocate(room * sizeof(void*))
+            if self.table != NULL:
+                self.mla_memory.release(self.table)
+            self.table = grown
+            self.table_room = room
+            self.table_pages = 0
+        if self.table_pages < self.n_pages:
+            self.mla_memory.write(<void**>self.table + self.table_pages, self.addresses + self.table_pages,
+                                  (self.n_pages - self.table_pages) * sizeof(void*))
+            self.table_pages = self.n_pages
         return 0
+
+    cdef int read_rows(self, int64_t mla_index, char* host, int64_t positions, int64_t width) except -1:
+        """The first ``width`` bytes of each latent row of a layer, one after the other."""
+        cdef int64_t stride = self.row_bytes(), t, i, n
+        cdef char* page
+        cdef char* staged = NULL
+        try:
+            if not self.mla_memory.mapped:
+                staged = <char*>malloc(self.page_rows * stride)
+                if staged == NULL:
+                    raise MemoryError("could not allocate a page of the latent cache on the host")
+            for t in range(0, positions, self.page_rows):
+                n = min(self.page_rows, positions - t)
+                page = self.pages[t // self.page_rows].data + mla_index * self.page_rows * stride
+                if staged != NULL:
+                    self.mla_memory.read(staged, page, n * stride)
+                    page = staged
+                for i in range(n):
+                    memcpy(host + (t + i) * width, page + i * stride, width)
+        finally:
+            free(staged)
+        return 0
+
+    cdef int write_rows(self, int64_t mla_index, const char* host, int64_t positions, int64_t width) except -1:
+        """The other way; the rest of each row becomes zero."""
+        cdef int64_t stride = self.row_bytes(), t, i, n
+        cdef char* page
+        cdef char* row
+        cdef char* staged = NULL
+        try:
+            if not self.mla_memory.mapped:
+                staged = <char*>malloc(self.page_rows * stride)
+                if staged == NULL:
+                    raise MemoryError("could not allocate a page of the latent cache on the host")
+            for t in range(0, positions, self.page_rows):
+                n = min(self.page_rows, positions - t)
+                page = self.pages[t // self.page_rows].data + mla_index * self.page_rows * stride
+                for i in range(n):
+                    row = (page if staged == NULL else staged) + i * stride
+                    memcpy(row, host + (t + i) * width, width)
+                    memset(row + width, 0, stride - width)
+                if staged != NULL:
+                    self.mla_memory.write(page, staged, n * stride)
+        finally:
+            free(staged)
+        return 0
+
+    # ------------------------------------------------------------------------------------------
+    # passes
+    # ------------------------------------------------------------------------------------------
 
     cdef int check(self, int64_t position) noexcept nogil:
         """The first layer that has not taken in exactly ``position`` tokens, or -1."""
@@ -166,55 +304,113 @@ cdef class Timeline:
                 return <int>i
         return -1
 
-    cdef void commit(self, k3_kda_state* next, int64_t rows) noexcept nogil:
-        """Takes over what a pass has written: all layers together.  The old buffers go to the caller's table."""
+    cdef void lay_out(self, k3_segment* segment) noexcept:
+        """What ops need to know of this timeline; the pages must have been reserved."""
+        segment.position = self.position
+        segment.now = self.now.at
+        segment.pages = self.addresses if self.mla_memory.mapped else <void**>self.table
+        segment.page_rows = self.page_rows
+        segment.latent_dtype = self.latent_dtype
+
+    cdef Block* commit(self, Block* next, int64_t rows) noexcept:
+        """Takes over what a pass has written: all layers together.
+
+        Returns the old block for the next pass to write to, or NULL where another timeline still needs it.
+        """
+        cdef Block* old = self.now
         cdef int64_t i
-        cdef k3_kda_state t
-        for i in range(self.weights.dims.n_kda):
-            t = self.now[i]
-            self.now[i] = next[i]
-            next[i] = t
+        self.now = next
         for i in range(self.weights.dims.num_hidden_layers):
             self.seen[i] += rows
         self.position += rows
+        if old.holders == 1:
+            return old
+        old.holders -= 1
+        return NULL
 
-    cdef char* latent(self, int64_t mla_index, int64_t position) noexcept nogil:
-        cdef int64_t row = mla_index * self.page_rows + position % self.page_rows
-        return <char*>self.pages[position // self.page_rows] + row * self.row_bytes()
+    # ------------------------------------------------------------------------------------------
+    # sharing, and exchange with the outside
+    # ------------------------------------------------------------------------------------------
+
+    def share(self) -> Timeline:
+        """Another timeline that stands at the same point; nothing is copied until one of the two goes on."""
+        cdef Timeline other = Timeline.__new__(Timeline, self.weights, self.latent_dtype == K3_BF16, self.page_rows,
+                                               self.kda_memory, self.mla_memory)
+        other.become(self)
+        return other
+
+    def become(self, Timeline other not None) -> None:
+        """Stands where ``other`` stands, sharing its state; nothing changes where that fails."""
+        cdef int64_t i, pages = (other.position + self.page_rows - 1) // self.page_rows
+        if other is self:
+            return
+        if (other.weights is not self.weights or other.page_rows != self.page_rows
+                or other.latent_dtype != self.latent_dtype or other.kda_memory is not self.kda_memory
+                or other.mla_memory is not self.mla_memory):
+            raise ValueError("only timelines of one model, with pages of one kind, can share state")
+        pages = min(pages, other.n_pages)
+        self.room_for_pages(pages)
+        for i in range(pages):
+            other.pages[i].holders += 1
+        other.now.holders += 1
+        self.drop_pages(0)
+        drop_block(self.now, self.kda_memory)
+        self.now = other.now
+        for i in range(pages):
+            self.pages[i] = other.pages[i]
+            self.addresses[i] = other.addresses[i]
+        self.n_pages = pages
+        self.position = other.position
+        for i in range(self.weights.dims.num_hidden_layers):
+            self.seen[i] = other.seen[i]
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of state that no other timeline shares."""
+        cdef int64_t i, total = 0
+        if self.now.holders == 1:
+            total = self.block_bytes()
+        for i in range(self.n_pages):
+            if self.pages[i].holders == 1:
+                total += self.page_bytes()
+        return total
 
     def replace(self, int64_t position, list arrays) -> None:
         """Sets all layers at once, from arrays as `K3CpuFallbackState.export` gives them, already checked.
 
-        Everything that can fail comes first: after the memory is there, only copies are left.
+        They go to fresh memory first, so that nothing has changed where that fails.
         """
         cdef int64_t i
         cdef K3CpuFallbackState layer
+        cdef Timeline fresh = Timeline.__new__(Timeline, self.weights, self.latent_dtype == K3_BF16, self.page_rows,
+                                               self.kda_memory, self.mla_memory)
         shapes = [(layer, {name: np.ascontiguousarray(a) for name, a in given.items()})
-                  for layer, given in zip(self.layers, arrays, strict=True)]
+                  for layer, given in zip(fresh.layers, arrays, strict=True)]
         for layer, a in shapes:
             layer.verify(position, a)
-        self.reserve(position)
+        fresh.reserve(position)
         for layer, a in shapes:
             layer.load(position, a)
-        self.position = position
+        fresh.position = position
         for i in range(self.weights.dims.num_hidden_layers):
-            self.seen[i] = position
-        self.drop_pages((position + self.page_rows - 1) // self.page_rows)
+            fresh.seen[i] = position
+        self.become(fresh)
 
 
 cdef class K3CpuFallbackState:
-    """The mixer state of one layer of one session: the host's copy, and the seed of a device's.
+    """The mixer state of one layer of one session, wherever it lives, as the host sees it.
 
     A KDA layer has ``conv`` float32[3, K - 1, C], the raw projections of the last K - 1 tokens for q, k and v, oldest
     first, and ``state`` float32[H, D, D] as [head, key, value].  An MLA layer has ``latent`` [position, kv_lora +
-    rope], float32 or uint16 holding BF16.
+    rope], float32 or uint16 holding BF16.  Arrays are copied out of and into the layer's own memory, a device's where
+    the layer runs there, and are the same whatever that memory is.
     """
 
     def __cinit__(self, Timeline timeline not None, int layer):
         self.timeline = timeline
         self.layer = layer
-        self.is_kda = timeline.weights.layers[layer].is_kda
-        self.mixer_index = timeline.weights.layers[layer].mixer_index
+        self.is_kda = timeline.weights.tables.layers[layer].is_kda
+        self.mixer_index = timeline.weights.tables.layers[layer].mixer_index
 
     @property
     def position(self) -> int:
@@ -230,22 +426,22 @@ cdef class K3CpuFallbackState:
         dtype = np.uint16 if self.timeline.latent_dtype == K3_BF16 else np.float32
         return {"latent": ((position, d.kv_lora_rank + d.qk_rope_head_dim), np.dtype(dtype))}
 
+    cdef float* recurrent(self, str name) noexcept:
+        """Where the conv windows or the recurrent matrix of this layer lie."""
+        d = &self.timeline.weights.dims
+        if name == "conv":
+            return self.timeline.now.at.conv + self.mixer_index * d.conv_stride
+        return self.timeline.now.at.state + self.mixer_index * d.state_stride
+
     def array(self, str name):
         """One of this layer's arrays, "conv", "state" or "latent", copied out in the canonical layout."""
-        cdef int64_t t, width, position = self.timeline.position
-        cdef char* to
+        cdef int64_t position = self.timeline.position
         shape, dtype = self.shapes(position)[name]
         out = np.empty(shape, dtype)
-        if name == "conv":
-            _copy(out, self.timeline.now[self.mixer_index].conv, True)
-        elif name == "state":
-            _copy(out, self.timeline.now[self.mixer_index].state, True)
+        if name == "latent":
+            self.timeline.read_rows(self.mixer_index, <char*>address(out), position, out.shape[1] * out.itemsize)
         else:
-            width = out.shape[1] * out.itemsize
-            to = <char*>address(out)
-            with nogil:
-                for t in range(position):
-                    memcpy(to + t * width, self.timeline.latent(self.mixer_index, t), width)
+            self.timeline.kda_memory.read(address(out), self.recurrent(name), out.nbytes)
         return out
 
     def export(self) -> dict:
@@ -262,37 +458,17 @@ cdef class K3CpuFallbackState:
 
     def load(self, int64_t position, dict arrays) -> None:
         """Copies arrays that `verify` has passed into place; the pages must have been reserved."""
-        cdef int64_t t, width, stride = self.timeline.row_bytes()
-        cdef char* start
-        cdef char* row
-        if self.is_kda:
-            _copy(arrays["conv"], self.timeline.now[self.mixer_index].conv, False)
-            _copy(arrays["state"], self.timeline.now[self.mixer_index].state, False)
-            return
-        latent = arrays["latent"]
-        width = latent.shape[1] * latent.itemsize
-        start = <char*>address(latent)
-        with nogil:
-            for t in range(position):
-                row = self.timeline.latent(self.mixer_index, t)
-                memcpy(row, start + t * width, width)
-                memset(row + width, 0, stride - width)
+        for name, array in arrays.items():
+            if name == "latent":
+                self.timeline.write_rows(self.mixer_index, <char*>address(array), position,
+                                         array.shape[1] * array.itemsize)
+            else:
+                self.timeline.kda_memory.write(self.recurrent(name), address(array), array.nbytes)
 
 
 cdef void* address(array) except NULL:
     """Where an array's values are.  Not by .ctypes, which is code in Python: Ctrl-C could be raised in the midst of it."""
     return <void*><uintptr_t>array.__array_interface__["data"][0]
-
-
-cdef int _copy(array, float* memory, bint out) except -1:
-    """Between a contiguous float32 array and memory of the same size."""
-    cdef int64_t n
-    n = array.nbytes
-    if out:
-        memcpy(address(array), memory, n)
-    else:
-        memcpy(memory, address(array), n)
-    return 0
 
 
 cdef class Owner:

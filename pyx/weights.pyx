@@ -36,17 +36,22 @@ cdef class Weights:
         self._keep = []
         self._set_dims(config)
         moe_layers = sum(1 for j in range(config.num_hidden_layers) if config.is_moe(j))
-        self.layers = <k3_layer*>calloc(config.num_hidden_layers, sizeof(k3_layer))
-        self.experts = <k3_matrix*>calloc(max(1, moe_layers * 3 * config.num_experts), sizeof(k3_matrix))
-        if self.layers == NULL or self.experts == NULL:
+        self.tables.layers = <k3_layer*>calloc(config.num_hidden_layers, sizeof(k3_layer))
+        self.tables.experts = <k3_matrix*>calloc(max(1, moe_layers * 3 * config.num_experts), sizeof(k3_matrix))
+        if self.tables.layers == NULL or self.tables.experts == NULL:
             raise MemoryError("could not allocate the tables of the model's layers")
-        self.embed_tokens = self._matrix(checkpoint, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.tables.embed_tokens = self._matrix(checkpoint, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
-            self.lm_head = self.embed_tokens
+            self.tables.lm_head = self.tables.embed_tokens
         else:
-            self.lm_head = self._matrix(checkpoint, "lm_head.weight", config.vocab_size, config.hidden_size)
-        self.norm = self._vector(checkpoint.tensor("model.norm.weight"))
-        self.output_attn_res = self._vector(_res(checkpoint, "model.output_attn_res"))
+            self.tables.lm_head = self._matrix(checkpoint, "lm_head.weight", config.vocab_size, config.hidden_size)
+        self.tables.norm = self._vector(checkpoint.tensor("model.norm.weight"))
+        self.tables.output_attn_res = self._vector(_res(checkpoint, "model.output_attn_res"))
+        if self.dims.rotary:
+            pairs = np.arange(config.qk_rope_head_dim // 2, dtype=np.float64)
+            frequencies = np.float64(config.rope_theta) ** (-2.0 * pairs / config.qk_rope_head_dim)
+            self._keep.append(frequencies)
+            self.tables.frequencies = <const double*><uintptr_t>frequencies.__array_interface__["data"][0]
         for i in range(config.num_hidden_layers):
             self._bind_layer(checkpoint, i, n_kda if config.is_kda(i) else n_mla, n_moe)
             if config.is_kda(i):
@@ -59,8 +64,8 @@ cdef class Weights:
                 progress("open", i + 1, config.num_hidden_layers)
 
     def __dealloc__(self):
-        free(self.experts)
-        free(self.layers)
+        free(self.tables.experts)
+        free(self.tables.layers)
 
     def spans(self) -> list:
         """(address, bytes) of every matrix that a decode step reads whole: all but the embedding and the experts."""
@@ -68,7 +73,7 @@ cdef class Weights:
         cdef k3_layer* L
         found = []
         for i in range(self.dims.num_hidden_layers):
-            L = &self.layers[i]
+            L = &self.tables.layers[i]
             if L.is_kda:
                 found += [_span(L.kda.q_proj), _span(L.kda.k_proj), _span(L.kda.v_proj), _span(L.kda.f_a_proj),
                           _span(L.kda.f_b_proj), _span(L.kda.b_proj), _span(L.kda.g_proj), _span(L.kda.o_proj)]
@@ -78,7 +83,7 @@ cdef class Weights:
             if L.is_moe:
                 found += [_span(L.moe.gate), _span(L.moe.routed_expert_down_proj), _span(L.moe.routed_expert_up_proj)]
             found += [_span(L.mlp.gate_proj), _span(L.mlp.up_proj), _span(L.mlp.down_proj)]
-        found.append(_span(self.lm_head))
+        found.append(_span(self.tables.lm_head))
         return [span for span in found if span[1] > 0]
 
     def step_bytes(self) -> dict:
@@ -86,10 +91,10 @@ cdef class Weights:
         d = self.dims
         trunk = sum(n for _, n in self.spans())
         one = 0
-        moe = sum(1 for i in range(d.num_hidden_layers) if self.layers[i].is_moe)
+        moe = sum(1 for i in range(d.num_hidden_layers) if self.tables.layers[i].is_moe)
         if moe:
             one = 3 * d.moe_intermediate_size * d.routed_expert_hidden_size
-            kind = self.experts[0].dtype
+            kind = self.tables.experts[0].dtype
             one = one // 2 + one // 32 if kind == K3_MXFP4 else one * (2 if kind == K3_BF16 else 4)
         state = d.n_kda * d.kda_num_heads * d.kda_head_k * d.kda_head_v * 4
         return {"trunk": trunk, "experts": moe * d.num_experts_per_token * one, "state": 2 * state}
@@ -128,12 +133,14 @@ cdef class Weights:
         d.attention_scale = <float>(1.0 / sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim))
         d.moe_renormalize = config.moe_renormalize
         d.rotary = not config.mla_use_nope and config.qk_rope_head_dim > 0
-        d.rope_theta = config.rope_theta
+        C = config.kda_num_heads * config.kda_head_dim
+        d.conv_stride = (3 * (config.short_conv_kernel_size - 1) * C + 15) // 16 * 16
+        d.state_stride = (C * config.kda_head_dim + 15) // 16 * 16
 
     cdef const float* _vector(self, array) except NULL:
         flat = np.ascontiguousarray(widen(array).reshape(-1))
         self._keep.append(flat)
-        return <const float*><uintptr_t>flat.ctypes.data
+        return <const float*><uintptr_t>flat.__array_interface__["data"][0]
 
     cdef k3_matrix _matrix(self, checkpoint, str name, rows, cols, bint packed=False) except *:
         cdef k3_matrix m
@@ -155,11 +162,12 @@ cdef class Weights:
         if array.shape != expected:
             raise CheckpointError(f"{name}: expected shape {expected}, found {array.shape}")
         self._keep.append(array)
+        m.pitch = array.shape[1] * array.itemsize
         m.data = <const void*><uintptr_t>array.__array_interface__["data"][0]
         return m
 
     cdef int _bind_layer(self, checkpoint, int i, int32_t mixer_index, int64_t moe_index) except -1:
-        cdef k3_layer* L = &self.layers[i]
+        cdef k3_layer* L = &self.tables.layers[i]
         cdef k3_matrix* w
         cdef int64_t e, E
         c = self.config
@@ -216,7 +224,7 @@ cdef class Weights:
             if c.latent_moe_use_norm:
                 L.moe.routed_expert_norm = self._vector(checkpoint.tensor(moe + "routed_expert_norm.weight"))
             packed = checkpoint.packed_experts(i)
-            w = self.experts + moe_index * 3 * E
+            w = self.tables.experts + moe_index * 3 * E
             L.moe.w1, L.moe.w2, L.moe.w3 = w, w + E, w + 2 * E
             for e in range(E):
                 w[e] = self._matrix(checkpoint, f"{moe}experts.{e}.w1.weight", inner, latent, packed)

@@ -7,8 +7,12 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import device
 import hypothesis
 import pytest
+
+device.prepare()  # before anything opens a driver
+
 from core_access import FULL
 
 import k3session as k3
@@ -26,6 +30,11 @@ hypothesis.settings.load_profile("soak" if FULL else "ci")
 # A run in the background (`make test &`) starts with Ctrl-C ignored, and so would every program that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=device.EMULATED)
+def _no_reports() -> Iterator[None]:
+    yield from device.watched()
 
 
 @pytest.fixture(scope="session")

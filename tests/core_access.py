@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,13 @@ import numpy as np
 from golden_data import Tensor, relative
 from ops_tools import ISAS
 
+from k3session._core.cuda_ops import DeviceMemory, DeviceTables
 from k3session._core.decoder import Decoder, Scratch, Taps
+from k3session._core.gpu import Device
 from k3session._core.ops import hold_pool, release_pool
-from k3session._core.state import Timeline
 from k3session._core.weights import Weights
 from k3session.checkpoint import Checkpoint
+from k3session.placement import PARTS
 from k3session.reference import Array, Ints, Reference, State
 
 FULL = os.environ.get("K3_SOAK") == "1"
@@ -54,17 +56,28 @@ class Run:
 class Core:
     """An open checkpoint with one scratch; make one with `core`."""
 
-    def __init__(self, checkpoint: Checkpoint, isa: str, threads: int, rows: int, segments: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        isa: str,
+        threads: int,
+        rows: int,
+        segments: int,
+        parts: Collection[str] = (),
+    ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
         self.weights = Weights(checkpoint)
-        self.decoder = Decoder(self.weights)
-        self.scratch = Scratch(self.weights, rows, threads, isa, segments)
+        self.tables = DeviceTables(self.weights) if parts or isa == "cuda" else None
+        if self.tables is not None:
+            self.tables.load(DeviceMemory(Device(0)), frozenset(parts or PARTS))
+        self.decoder = Decoder(self.weights, threads, "base" if isa == "cuda" else isa, self.tables)
+        self.scratch = Scratch(self.decoder, rows, segments)
         self.rows = rows
 
     def timeline(self, *, bf16: bool = False, page_rows: int = 64) -> Any:
         """A new timeline at position 0."""
-        return Timeline(self.weights, bf16, page_rows)
+        return self.decoder.timeline(bf16, page_rows)
 
     def run(
         self,
@@ -123,13 +136,19 @@ class Core:
 
 @contextmanager
 def core(
-    folder: Path, *, isa: str = BEST, threads: int = 1, rows: int = ROWS, segments: int = 1
+    folder: Path,
+    *,
+    isa: str = BEST,
+    threads: int = 1,
+    rows: int = ROWS,
+    segments: int = 1,
+    parts: Collection[str] = (),
 ) -> Iterator[Core]:
-    """Open `folder` for the compiled graph."""
+    """Open `folder` for the compiled graph: on the GPU where `isa` is "cuda", or `parts` of it."""
     hold_pool()
     try:
         with Checkpoint.open(folder) as checkpoint:
-            yield Core(checkpoint, isa, threads, rows, segments)
+            yield Core(checkpoint, isa, threads, rows, segments, parts)
     finally:
         release_pool()
 

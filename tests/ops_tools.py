@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from device import ON_GPU
 from numpy.typing import NDArray
 
 from k3session._core.arguments import Matrix
@@ -16,8 +17,9 @@ from k3session._core.ops import best_isa
 
 Array = NDArray[Any]
 
-ISAS = EVERY_ISA[: EVERY_ISA.index(best_isa()) + 1]
-BUILDS = [(isa, threads) for isa in ISAS for threads in (1, 2)]
+#: The sets of ops that are tested: those of this processor, or the GPU's.
+ISAS = ("cuda",) if ON_GPU else EVERY_ISA[: EVERY_ISA.index(best_isa()) + 1]
+BUILDS = [(isa, threads) for isa in ISAS for threads in ((1,) if ON_GPU else (1, 2))]
 
 every_build = pytest.mark.parametrize(("isa", "threads"), BUILDS, ids=[f"{i}-{t}" for i, t in BUILDS])
 every_isa = pytest.mark.parametrize("isa", ISAS)

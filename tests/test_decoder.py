@@ -25,8 +25,8 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         with Checkpoint.open(folder) as checkpoint:
             self.weights = Weights(checkpoint)
-        self.decoder = Decoder(self.weights)
-        self.scratch = Scratch(self.weights, ROWS, 1, "base", segments=2)
+        self.decoder = Decoder(self.weights, 1, "base")
+        self.scratch = Scratch(self.decoder, ROWS, segments=2)
         self.a, self.b = Timeline(self.weights), Timeline(self.weights)
         self.vocab = self.weights.config.vocab_size
 
@@ -58,8 +58,6 @@ REFUSED: dict[str, tuple[str, Callable[[Bench], None]]] = {
         "logits must be",
         lambda b: b.run([b.a, b.b], [1, 1], [1, 2], logits=np.empty((1, b.vocab), "f4")),
     ),
-    "another latent dtype": ("alike", lambda b: b.run([b.a, Timeline(b.weights, True)], [1, 1], [1, 2])),
-    "another page size": ("alike", lambda b: b.run([b.a, Timeline(b.weights, False, 8)], [1, 1], [1, 2])),
 }
 
 
@@ -75,6 +73,20 @@ def test_refused_and_nothing_changed(bench: Bench, what: str) -> None:
         assert all(np.array_equal(old[k], v) for k, v in layer.export().items())
     bench.run([bench.a, bench.b], [1, 1], [4, 4])
     assert bench.a.position == 4 and bench.b.position == 1
+
+
+def test_sessions_of_a_pass_may_store_their_latent_rows_differently(bench: Bench) -> None:
+    kinds = [(False, 64), (True, 64), (False, 3)]
+    alone, together = ([Timeline(bench.weights, *kind) for kind in kinds] for _ in range(2))
+    scratch = Scratch(bench.decoder, ROWS, segments=3)
+    for step in range(5):
+        tokens = np.array([step, step + 7, step + 9], np.int32)
+        rows = np.empty((3, bench.vocab), np.float32)
+        bench.decoder.forward(scratch, together, [1, 1, 1], tokens, logits=rows)
+        for i, timeline in enumerate(alone):
+            one = np.empty((1, bench.vocab), np.float32)
+            bench.decoder.forward(bench.scratch, [timeline], [1], tokens[i : i + 1], logits=one)
+            assert np.array_equal(one[0], rows[i])
 
 
 def test_another_model_is_refused(bench: Bench, nano: Path) -> None:

@@ -183,8 +183,8 @@ def test_a_pass_ignores_the_process_float_mode(isa: str, tmp_path: Path) -> None
     def run() -> tuple[Array, Array]:
         timeline = Timeline(weights)
         logits = np.empty((5, weights.config.vocab_size), np.float32)
-        scratch = Scratch(weights, 8, 2, isa)
-        Decoder(weights).forward(scratch, [timeline], [5], tokens, logits=logits, every_row=True)
+        decoder = Decoder(weights, 2, isa)
+        decoder.forward(Scratch(decoder, 8), [timeline], [5], tokens, logits=logits, every_row=True)
         return logits, timeline.layers[0].export()["conv"][2]
 
     logits, window = run()

@@ -124,8 +124,8 @@ def test_every_scale_code(isa: str, threads: int) -> None:
         assert np.isnan(row[255])
     ones = k.linear(np.ones((1, 32), np.float32), Matrix(packed, codes))[0]
     assert np.isnan(ones[0, 255]), "an infinite scale would have shown as NaN only beside inputs of zero"
-    assert k.finite(y[:1], np.zeros(1, np.int64), 1, sublayer=7) == [7]
-    assert k.finite(np.ascontiguousarray(y[:1, :255]), np.zeros(1, np.int64), 1, sublayer=7) == [None]
+    assert k.finite(y[:1], np.zeros(1, np.int32), 1, sublayer=7) == [7]
+    assert k.finite(np.ascontiguousarray(y[:1, :255]), np.zeros(1, np.int32), 1, sublayer=7) == [None]
 
 
 @every_build

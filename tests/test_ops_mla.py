@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from device import ON_GPU
 from ops_tools import (
     Array,
     Weight,
@@ -361,20 +362,24 @@ def test_rows_beyond_two_to_the_31_elements(isa: str, dtype: Any) -> None:
     rng = np.random.default_rng(50)
     shape = SHAPES[0]
     k = make(isa, rows=3, **shape)
-    layers, page_rows = 150, 2**20
+    if ON_GPU and dtype == np.float32:
+        pytest.skip("twice as much memory, for what BF16 shows as well")
+    # Past 2^31 elements, and on the host past 2^32, where memory that is not touched costs nothing.
+    layers, page_rows = (68 if ON_GPU else 150), 2**20
     page = reserved((layers, page_rows, k.latent_stride), dtype)
-    assert page.size > 2**32
+    assert page.size > (2**31 if ON_GPU else 2**32)
     kva, w, qa = normal(rng, 3, 32), normal(rng, 16), query(k, rng, 3, shape)
     small = np.zeros((1, 4, k.latent_stride), dtype)
     k.mla_append(kva, w, [[small]], [0])
     want = k.mla_attend(qa, [[small]], [0])
-    for layer in (70, 149):  # just past 2^31 elements, and past 2^32
+    for layer in (layers // 2 + 33, layers - 1) if not ON_GPU else (layers - 1,):
         k.mla_append(kva, w, [[page]], [0], layer=layer)
         same_bits(page[layer, :3], small[0, :3])
         same_bits(k.mla_attend(qa, [[page]], [0], layer=layer), want)
-    k.mla_append(kva, w, [[page]], [page_rows - 3], layer=149)
-    same_bits(page[149, -3:], small[0, :3])
-    assert not page[0, :3].any() and not page[149 - 128, :3].any(), "no smaller offset was written"
+    k.mla_append(kva, w, [[page]], [page_rows - 3], layer=layers - 1)
+    same_bits(page[-1, -3:], small[0, :3])
+    wrapped = (layers - 1) % 64, (layers - 1) % 128 if layers > 128 else 0
+    assert not any(page[at, :3].any() for at in wrapped), "no smaller offset was written"
 
 
 @every_isa

@@ -93,7 +93,7 @@ def test_attn_res(isa: str, threads: int, banked: int) -> None:
             near(found, expected, 6e-6)
         if not banked:
             same_bits(h, s)
-        take = np.array([32, 0, 32, 7], np.int64)
+        take = np.array([32, 0, 32, 7], np.int32)
         for some, everything in zip(k.attn_res(bank, s, u, norm, take), (h, x, p), strict=True):
             same_bits(some, everything[take])
         alone = k.attn_res(np.ascontiguousarray(bank[:, 5:6]), s[5:6].copy(), u, norm)
@@ -143,7 +143,7 @@ def test_what_is_not_finite_is_noted_for_its_segment_only(isa: str, value: float
                 noted[owner] = 9
                 assert k.residual(s, a, None, False, 9, counts=[1, 3, 2])[1] == noted
                 assert k.residual(s, s, a, True, 9, counts=[1, 3, 2])[1] == noted
-                assert k.finite(a, np.array([0, 1, 1, 1, 2, 2]), 3, 9) == noted
+                assert k.finite(a, np.array([0, 1, 1, 1, 2, 2], np.int32), 3, 9) == noted
 
 
 @every_isa

@@ -13,8 +13,8 @@ namespace {
 struct Run {
     const k3_dims* dims;
     const float *bank, *s, *u, *norm;
-    const int64_t* take;
-    float *h, *x, *weights;
+    const int32_t* take;
+    float *keep, *h, *x, *weights;
     int64_t n_bank, bank_rows;
 };
 
@@ -28,6 +28,7 @@ void piece(void* arg, int64_t r) {
     const int64_t d = run->dims->hidden_size, n = run->n_bank + 1, row = run->take ? run->take[r] : r;
     float* x = run->x + r * d;
     const float* mixed = source(run, 0, row);
+    if (run->keep) memcpy(run->keep + r * d, run->s + row * d, (size_t)d * 4);
     if (n > 1) {
         float p[n];
         float top = m_bits(0xff800000u);
@@ -64,9 +65,9 @@ void piece(void* arg, int64_t r) {
 }  // namespace
 
 int attn_res(void* ctx, const k3_dims* dims, const float* bank, int64_t n_bank, int64_t bank_rows, const float* s, const float* u,
-             const float* norm, const int64_t* take, float* h, float* x, float* weights, int64_t rows) {
+             const float* norm, const int32_t* take, float* keep, float* h, float* x, float* weights, int64_t rows) {
     const k3_cpu* cpu = (const k3_cpu*)ctx;
-    Run run = {dims, bank, s, u, norm, take, h, x, weights, n_bank, bank_rows};
+    Run run = {dims, bank, s, u, norm, take, keep, h, x, weights, n_bank, bank_rows};
     if (rows * (n_bank + 1) * dims->hidden_size * 8 < 2 * K3_PIECE_BYTES)
         for (int64_t r = 0; r < rows; ++r) piece(&run, r);
     else each(cpu, rows, piece, &run);

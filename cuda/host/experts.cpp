@@ -76,26 +76,28 @@ void output(void* arg, int64_t i) {
 
 }  // namespace
 
-int experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const float* z, const int32_t* ids, const float* weights, float* u,
-            int64_t rows) {
+int experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const k3_pass* pass, const float* z, const int32_t* ids,
+            const float* weights, float* u) {
     const k3_cpu* cpu = (const k3_cpu*)ctx;
-    const int64_t E = dims->num_experts, T = dims->num_experts_per_token, slots = rows * T;
+    const int64_t E = dims->num_experts, T = dims->num_experts_per_token, rows = pass->rows;
     const k3_matrix *w1 = moe->w1, *w2 = moe->w2;
     const int64_t ld = padded(w1->cols), ldh = padded(w2->cols);
-    if (rows * ld > cpu->x_floats || slots * ldh > cpu->work_floats || 2 * (E + 1) + 2 * slots > cpu->list_items) return 1;
+    if (rows * ld > cpu->x_floats || rows * T * ldh > cpu->work_floats || 2 * (E + 1) + 2 * rows * T > cpu->list_items) return 1;
 
     // Counting sort of the choices by expert; within an expert the rows stay in order.
-    int64_t *active = cpu->list, *begin = active + E + 1, *row = begin + E + 1, *choice = row + slots;
+    int64_t *active = cpu->list, *begin = active + E + 1, *row = begin + E + 1, *choice = row + rows * T;
     int64_t* fill = active;           // counts first, compacted to the list of active experts afterwards
     for (int64_t e = 0; e < E; ++e) fill[e] = 0;
-    for (int64_t s = 0; s < slots; ++s) ++fill[ids[s]];
+    for (int64_t s = 0; s < rows * T; ++s)
+        if (pass->owner[s / T] >= 0) ++fill[ids[s]];
     int64_t at = 0;
     for (int64_t e = 0; e < E; ++e) {
         const int64_t n = fill[e];
         fill[e] = at;
         at += n;
     }
-    for (int64_t s = 0; s < slots; ++s) {
+    for (int64_t s = 0; s < rows * T; ++s) {
+        if (pass->owner[s / T] < 0) continue;
         const int64_t to = fill[ids[s]]++;
         row[to] = s / T;
         choice[to] = s;
@@ -109,14 +111,14 @@ int experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const float* z, c
             first = end;
         }
     }
-    begin[n_active] = slots;
+    begin[n_active] = at;
 
     for (int64_t r = 0; r < rows; ++r) prepare_row(z + r * w1->cols, w1->cols, w1->dtype, cpu->x + r * ld);
     Run run = {dims, moe, weights, cpu->x, cpu->work, u, active, begin, row, choice, n_active, rows, 0, 0};
     run.strips = (w1->rows + K3_SITU_ROWS - 1) / K3_SITU_ROWS;
     run.width = 64;
     const int64_t outputs = (w2->rows + run.width - 1) / run.width;
-    if (slots * w1->rows * row_bytes(w1) < 2 * K3_PIECE_BYTES) {
+    if (at * w1->rows * row_bytes(w1) < 2 * K3_PIECE_BYTES) {
         for (int64_t i = 0; i < n_active * run.strips; ++i) hidden(&run, i);
         for (int64_t i = 0; i < outputs; ++i) output(&run, i);
     } else {

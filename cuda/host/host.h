@@ -64,8 +64,8 @@ K3_INLINE int64_t rows_per_piece(int64_t row_bytes, int64_t uses) {
 K3_INLINE void each(const k3_cpu* cpu, int64_t pieces, k3_task task, void* arg) { k3_pool_run(cpu->threads, pieces, task, arg); }
 
 int embed(void*, const k3_dims*, const k3_matrix*, const int32_t*, const float*, float*, int64_t);
-int attn_res(void*, const k3_dims*, const float*, int64_t, int64_t, const float*, const float*, const float*, const int64_t*,
-             float*, float*, float*, int64_t);
+int attn_res(void*, const k3_dims*, const float*, int64_t, int64_t, const float*, const float*, const float*, const int32_t*,
+             float*, float*, float*, float*, int64_t);
 int linear(void*, const k3_linear_job*, int64_t, int64_t);
 int gate_up(void*, const k3_dims*, const k3_matrix*, const k3_matrix*, const float*, float*, int64_t);
 int rms_norm(void*, const float*, int64_t, const float*, float, float*, int64_t, int64_t, int64_t);
@@ -75,15 +75,18 @@ int kda_gates(void*, const k3_dims*, const k3_kda*, float*, float*, int64_t);
 int kda_recurrence(void*, const k3_dims*, const k3_pass*, int64_t, const float*, const float*, const float*, const float*,
                    const float*, float*);
 int kda_output(void*, const k3_dims*, const k3_kda*, float*, const float*, int64_t);
-int mla_rope(void*, const k3_dims*, const k3_pass*, float*, float*);
+int mla_rope(void*, const k3_dims*, const k3_pass*, const double*, float*, float*);
 int mla_append(void*, const k3_dims*, const k3_mla*, const k3_pass*, int64_t, const float*);
 int mla_absorb(void*, const k3_dims*, const k3_mla*, const float*, float*, int64_t);
 int mla_attend(void*, const k3_dims*, const k3_pass*, int64_t, const float*, float*);
 int mla_unabsorb(void*, const k3_dims*, const k3_mla*, const float*, const float*, float*, int64_t);
 int route(void*, const k3_dims*, const float*, const float*, int32_t*, float*, int64_t);
-int experts(void*, const k3_dims*, const k3_moe*, const float*, const int32_t*, const float*, float*, int64_t);
+int experts(void*, const k3_dims*, const k3_moe*, const k3_pass*, const float*, const int32_t*, const float*, float*);
 int residual(void*, const k3_pass*, float*, const float*, const float*, int32_t, int32_t, int64_t);
-int finite(void*, const k3_pass*, const float*, const int64_t*, int32_t, int64_t, int64_t);
+int finite(void*, const k3_pass*, const float*, const int32_t*, int32_t, int64_t, int64_t);
+int read(void*, void*, const void*, int64_t);
+int write(void*, void*, const void*, int64_t);
+int submit(void*);
 
 }  // namespace K3_NS
 #endif

@@ -27,10 +27,11 @@ void piece(void* arg, int64_t i) {
     const int64_t H = dims->kda_num_heads, D = dims->kda_head_k, K = dims->conv_kernel, C = H * D;
     const k3_segment* seg = run->pass->segments + i / H;
     const int64_t c0 = (i % H) * D;
-    const k3_kda_state *now = seg->now + run->mixer_index, *next = seg->next + run->mixer_index;
+    const float* now = seg->now.conv + run->mixer_index * dims->conv_stride;
+    float* next = seg->next.conv + run->mixer_index * dims->conv_stride;
     for (int64_t which = 0; which < 3; ++which) {
         const float* raw = run->raw[which] + seg->row * C;
-        const float* window = now->conv + which * (K - 1) * C;
+        const float* window = now + which * (K - 1) * C;
         const float* taps = run->w->conv1d + which * K * C;
         for (int64_t t = 0; t < seg->rows; ++t) {
             float* out = run->out[which] + (seg->row + t) * C + c0;
@@ -55,7 +56,7 @@ void piece(void* arg, int64_t i) {
         for (int64_t j = 0; j < K - 1; ++j) {             // the last K - 1 raw rows, old window included
             const int64_t back = seg->rows - (K - 1) + j;
             const float* in = back < 0 ? window + (back + K - 1) * C : raw + back * C;
-            memcpy(next->conv + (which * (K - 1) + j) * C + c0, in + c0, (size_t)D * 4);
+            memcpy(next + (which * (K - 1) + j) * C + c0, in + c0, (size_t)D * 4);
         }
     }
 }

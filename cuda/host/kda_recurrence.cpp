@@ -63,8 +63,9 @@ void piece(void* arg, int64_t i) {
     const int64_t strip = i % run->strips, h = i / run->strips % H;
     const k3_segment* seg = run->pass->segments + i / (run->strips * H);
     const int64_t v0 = strip * STRIP, width = min64(STRIP, V - v0), last = (width - 1) % 16 + 1;
-    const float* from = seg->now[run->mixer_index].state + h * D * V + v0;
-    float* to = seg->next[run->mixer_index].state + h * D * V + v0;
+    const int64_t at = run->mixer_index * dims->state_stride + h * D * V + v0;
+    const float* from = seg->now.state + at;
+    float* to = seg->next.state + at;
     for (int64_t t = 0; t < seg->rows; ++t, from = to) {
         const int64_t row = seg->row + t, key = (row * H + h) * D, value = (row * H + h) * V + v0;
         const float *q = run->q + key, *k = run->k + key, *alpha = run->alpha + key, *v = run->v + value;

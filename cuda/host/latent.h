@@ -10,20 +10,15 @@
 
 namespace K3_NS {
 
-K3_INLINE char* latent_row(const k3_dims* dims, const k3_pass* pass, const k3_segment* seg, int64_t layer, int64_t position) {
-    const int64_t size = pass->latent_dtype == K3_BF16 ? 2 : 4;
-    const int64_t row = layer * pass->page_rows + position % pass->page_rows;
-    return (char*)seg->pages[position / pass->page_rows] + row * dims->latent_stride * size;
+K3_INLINE char* latent_row(const k3_dims* dims, const k3_segment* seg, int64_t layer, int64_t position) {
+    const int64_t size = seg->latent_dtype == K3_BF16 ? 2 : 4;
+    const int64_t row = layer * seg->page_rows + position % seg->page_rows;
+    return (char*)seg->pages[position / seg->page_rows] + row * dims->latent_stride * size;
 }
 
+// The segment of a row, or NULL for one that only fills the pass.
 K3_INLINE const k3_segment* segment_of(const k3_pass* pass, int64_t row) {
-    int64_t a = 0, b = pass->n_segments - 1;              // segments ascend by row
-    while (a < b) {
-        const int64_t m = (a + b + 1) / 2;
-        if (pass->segments[m].row <= row) a = m;
-        else b = m - 1;
-    }
-    return pass->segments + a;
+    return pass->owner[row] < 0 ? nullptr : pass->segments + pass->owner[row];
 }
 
 }  // namespace K3_NS

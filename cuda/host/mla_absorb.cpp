@@ -22,7 +22,7 @@ struct Run {
 template <int M> static inline void columns(const Run* run, int64_t h, int64_t c, int64_t n, int64_t m0) {
     const k3_dims* dims = run->dims;
     const int64_t nope = dims->qk_nope_head_dim, qk = nope + dims->qk_rope_head_dim, H = dims->num_attention_heads;
-    const int64_t L = dims->kv_lora_rank, first = h * (nope + dims->v_head_dim);
+    const int64_t first = h * (nope + dims->v_head_dim);
     const float* q[M];
     vf a[M], b[M];
     for (int m = 0; m < M; ++m) {
@@ -32,7 +32,7 @@ template <int M> static inline void columns(const Run* run, int64_t h, int64_t c
     const bool bf16 = run->kv_b->dtype == K3_BF16;
     for (int64_t r = 0; r < nope; ++r) {
         vf wa, wb;
-        const char* row = (const char*)run->kv_b->data + ((first + r) * L + c) * (bf16 ? 2 : 4);
+        const char* row = (const char*)run->kv_b->data + (first + r) * run->kv_b->pitch + c * (bf16 ? 2 : 4);
         if (bf16) {
             if (n == 32) v_bf16_split(row, wa, wb);
             else v_bf16_split_n(row, n, wa, wb);

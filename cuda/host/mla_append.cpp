@@ -15,11 +15,11 @@ int mla_append(void*, const k3_dims* dims, const k3_mla* w, const k3_pass* pass,
         const k3_segment* seg = pass->segments + n;
         for (int64_t t = 0; t < seg->rows; ++t) {
             const float* in = kva + (seg->row + t) * W;
-            char* out = latent_row(dims, pass, seg, mixer_index, seg->position + t);
+            char* out = latent_row(dims, seg, mixer_index, seg->position + t);
             rms_row(in, w->kv_a_layernorm, dims->mla_latent_norm_eps, row, L);
             memcpy(row + L, in + L, (size_t)(W - L) * 4);
             memset(row + W, 0, (size_t)(stride - W) * 4);
-            if (pass->latent_dtype == K3_BF16) {
+            if (seg->latent_dtype == K3_BF16) {
                 uint16_t* h = (uint16_t*)out;
                 for (int64_t i = 0; i < stride; ++i) h[i] = f32_to_bf16(row[i]);
             } else {

@@ -108,9 +108,9 @@ static void run_piece(const Run* run, const k3_segment* seg, int64_t row, int64_
     for (int64_t t = begin; t < end; t += K3_BLOCK) {
         const char* rows[K3_BLOCK];
         const int64_t count = min64(K3_BLOCK, end - t);
-        for (int64_t j = 0; j < count; ++j) rows[j] = latent_row(dims, run->pass, seg, run->mixer_index, t + j);
+        for (int64_t j = 0; j < count; ++j) rows[j] = latent_row(dims, seg, run->mixer_index, t + j);
         int64_t h = 0;
-        if (run->pass->latent_dtype == K3_BF16) {
+        if (seg->latent_dtype == K3_BF16) {
             for (; h + 4 <= n_heads; h += 4) heads<1, 4>(rows, count, dims, q + h, m + h, l + h, o + h);
             for (; h < n_heads; ++h) heads<1, 1>(rows, count, dims, q + h, m + h, l + h, o + h);
         } else {
@@ -140,6 +140,7 @@ void whole_row(void* arg, int64_t item) {
     const int64_t L = run->dims->kv_lora_rank, H = run->dims->num_attention_heads;
     const int64_t row = item / run->groups, h0 = item % run->groups * HEADS, n_heads = min64(HEADS, H - h0);
     const k3_segment* seg = segment_of(run->pass, row);
+    if (!seg) return;
     const Cut c = cut(seg->position + row - seg->row);
     float m[HEADS], l[HEADS], M[HEADS], S[HEADS], part[n_heads * L];
     float* o[HEADS];
@@ -166,6 +167,7 @@ void one_piece(void* arg, int64_t item) {
     const int64_t index = item % K3_MAX_PIECES, group = item / K3_MAX_PIECES % run->groups,
                   row = item / K3_MAX_PIECES / run->groups;
     const k3_segment* seg = segment_of(run->pass, row);
+    if (!seg) return;
     const Cut c = cut(seg->position + row - seg->row);
     if (index >= c.pieces) return;
     const int64_t h0 = group * HEADS, n_heads = min64(HEADS, H - h0);
@@ -183,6 +185,7 @@ void merge_head(void* arg, int64_t item) {
     const Run* run = (const Run*)arg;
     const int64_t L = run->dims->kv_lora_rank, H = run->dims->num_attention_heads, row = item / H;
     const k3_segment* seg = segment_of(run->pass, row);
+    if (!seg) return;
     const Cut c = cut(seg->position + row - seg->row);
     float M = m_bits(0xff800000u), S = 0.0f;
     float* O = run->oa + item * L;

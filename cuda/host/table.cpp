@@ -27,4 +27,7 @@ extern "C" void K3_TABLE_NAME(K3_NS)(k3_ops* t) {
     t->experts = experts;
     t->residual = residual;
     t->finite = finite;
+    t->read = read;
+    t->write = write;
+    t->submit = submit;
 }

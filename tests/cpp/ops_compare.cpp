@@ -107,6 +107,7 @@ struct Matrix {
         m.scale = dtype == K3_MXFP4 ? scale.data() : nullptr;
         m.rows = rows;
         m.cols = cols;
+        m.pitch = dtype == K3_MXFP4 ? cols / 2 : cols * (dtype == K3_BF16 ? 2 : 4);
         m.dtype = dtype;
     }
 };
@@ -228,7 +229,8 @@ k3_dims random_dims() {
     d.attention_scale = 1.0f / sqrtf((float)(d.qk_nope_head_dim + d.qk_rope_head_dim));
     d.moe_renormalize = (int32_t)below(2);
     d.rotary = 1;
-    d.rope_theta = 10000.0;
+    d.conv_stride = 3 * (d.conv_kernel - 1) * d.kda_num_heads * d.kda_head_k + below(2) * 16;
+    d.state_stride = d.kda_num_heads * d.kda_head_k * d.kda_head_v + below(2) * 16;
     return d;
 }
 
@@ -237,49 +239,46 @@ struct Pass {
     k3_dims dims;
     k3_pass pass;
     std::vector<k3_segment> segments;
-    std::vector<k3_kda_state> now, next;          // [segments * n_kda]
-    std::vector<std::unique_ptr<Floats>> memory;  // what `now` points to
+    std::vector<std::unique_ptr<Floats>> memory;  // the states
     std::vector<std::vector<void*>> pages;
     std::vector<std::unique_ptr<std::vector<char>>> page_memory;
-    std::vector<int64_t> owner;
+    std::vector<int32_t> owner, bad;
 
     Pass(const k3_dims& d, bool long_context) : dims(d) {
         memset(&pass, 0, sizeof pass);
-        const int64_t n = 1 + below(3), C = d.kda_num_heads * d.kda_head_k;
-        pass.page_rows = pick({1, 3, 16, 64});
-        pass.latent_dtype = below(2) ? K3_BF16 : K3_F32;
-        const int64_t size = pass.latent_dtype == K3_BF16 ? 2 : 4;
+        const int64_t n = 1 + below(3);
         segments.resize((size_t)n);
-        now.resize((size_t)(n * d.n_kda));
-        next = now;
         pages.resize((size_t)n);
         for (int64_t i = 0; i < n; ++i) {
             k3_segment& s = segments[(size_t)i];
+            memset(&s, 0, sizeof s);
+            s.page_rows = pick({1, 3, 16, 64});
+            s.latent_dtype = below(2) ? K3_BF16 : K3_F32;
+            const int64_t size = s.latent_dtype == K3_BF16 ? 2 : 4;
             s.row = pass.rows;
             s.rows = pick({1, 1, 2, 5, 9});
             s.position = long_context ? pick({0, 63, 64, 200, 4200}) : pick({0, 1, 40});
-            s.bad_sublayer = K3_NO_BAD_SUBLAYER;
-            s.now = now.data() + i * d.n_kda;
-            s.next = next.data() + i * d.n_kda;
-            for (int64_t j = 0; j < d.n_kda; ++j) {
-                memory.emplace_back(new Floats(floats(3 * (d.conv_kernel - 1) * C)));
-                now[(size_t)(i * d.n_kda + j)].conv = memory.back()->data();
-                memory.emplace_back(new Floats(floats(C * d.kda_head_v)));
-                now[(size_t)(i * d.n_kda + j)].state = memory.back()->data();
-            }
-            const int64_t count = (s.position + s.rows + pass.page_rows - 1) / pass.page_rows;
-            const int64_t elements = d.n_mla * pass.page_rows * d.latent_stride;
+            memory.emplace_back(new Floats(floats(d.n_kda * d.conv_stride)));
+            s.now.conv = memory.back()->data();
+            memory.emplace_back(new Floats(floats(d.n_kda * d.state_stride)));
+            s.now.state = memory.back()->data();
+            const int64_t count = (s.position + s.rows + s.page_rows - 1) / s.page_rows;
+            const int64_t elements = d.n_mla * s.page_rows * d.latent_stride;
             for (int64_t p = 0; p < count; ++p) {
                 page_memory.emplace_back(new std::vector<char>((size_t)(elements * size)));
                 fill_page(page_memory.back()->data(), elements, d.latent_stride, size);
                 pages[(size_t)i].push_back(page_memory.back()->data());
             }
             s.pages = pages[(size_t)i].data();
-            for (int64_t r = 0; r < s.rows; ++r) owner.push_back(i);
+            for (int64_t r = 0; r < s.rows; ++r) owner.push_back((int32_t)i);
             pass.rows += s.rows;
         }
         pass.n_segments = n;
         pass.segments = segments.data();
+        bad.assign((size_t)n, K3_NO_BAD_SUBLAYER);
+        if (pass.rows > 2 && below(3) == 0) owner[(size_t)(pass.rows - 1)] = -1, --segments.back().rows;
+        pass.owner = owner.data();
+        pass.bad_sublayer = bad.data();
     }
 
     void fill_page(char* page, int64_t elements, int64_t stride, int64_t size) const {
@@ -295,7 +294,7 @@ struct Pass {
     }
 
     std::string shape() const {
-        return text({pass.rows, pass.n_segments, segments[0].position, pass.page_rows, pass.latent_dtype});
+        return text({pass.rows, pass.n_segments, segments[0].position, segments[0].page_rows, segments[0].latent_dtype});
     }
 };
 
@@ -316,13 +315,13 @@ void check_rows(const k3_dims& d, bool wild) {
     });
 
     const Floats bank = floats(blocks * R * h), s = floats(R * h, wild), u = floats(h), norm = floats(h);
-    std::vector<int64_t> take;
-    for (int64_t r = 0; r < R; ++r) take.push_back(below(R));
-    const bool use_take = below(2), use_h = below(2);
+    std::vector<int32_t> take;
+    for (int64_t r = 0; r < R; ++r) take.push_back((int32_t)below(R));
+    const bool use_take = below(2), use_h = below(2), keep = below(2);
     compare("attn_res", d, R, shape, [&](const k3_ops& t, Out& o) {
         float *mixed = use_h ? o.make(R * h) : nullptr, *x = o.make(R * h), *w = o.make(R * (blocks + 1));
         return t.attn_res(t.ctx, &d, bank.data(), blocks, R, s.data(), u.data(), norm.data(), use_take ? take.data() : nullptr,
-                          mixed, x, w, R);
+                          keep ? o.make(R * h) : nullptr, mixed, x, w, R);
     });
     compare("rms_norm", d, R, shape,
             [&](const k3_ops& t, Out& o) { return t.rms_norm(t.ctx, s.data(), h, norm.data(), 1e-6f, o.make(R * h), h, R, h); });
@@ -374,11 +373,10 @@ void check_kda(const k3_dims& d, bool wild) {
 
     // The alternate state is written by the op, so each run has its own.
     auto own_state = [&](Pass& q, Out& o) {
-        for (size_t i = 0; i < q.next.size(); ++i) {
-            q.next[i].conv = o.make(3 * (d.conv_kernel - 1) * C);
-            q.next[i].state = o.make(C * d.kda_head_v);
+        for (k3_segment& s : q.segments) {
+            s.next.conv = o.make(d.n_kda * d.conv_stride);
+            s.next.state = o.make(d.n_kda * d.state_stride);
         }
-        for (int64_t i = 0; i < q.pass.n_segments; ++i) q.segments[(size_t)i].next = q.next.data() + i * d.n_kda;
         q.pass.segments = q.segments.data();
     };
     auto with_state = [&](Out& o, const std::function<int(const k3_pass*)>& call) {
@@ -427,15 +425,17 @@ void check_mla(const k3_dims& d, bool wild) {
     const Floats q = floats(R * H * qk), kva = floats(R * W), g = floats(R * H * V, wild);
     const std::string shape = text({H, d.kv_lora_rank, d.qk_nope_head_dim, d.qk_rope_head_dim, V}) + " " + p.shape();
 
+    std::vector<double> frequencies;
+    for (int64_t i = 0; i < d.qk_rope_head_dim / 2; ++i)
+        frequencies.push_back(pow(10000.0, -2.0 * (double)i / (double)d.qk_rope_head_dim));
     compare("mla_rope", d, R, shape, [&](const k3_ops& t, Out& o) {
         float *a = o.copy(q), *b = o.copy(kva);
-        return t.mla_rope(t.ctx, &d, &p.pass, a, b);
+        return t.mla_rope(t.ctx, &d, &p.pass, frequencies.data(), a, b);
     });
     compare("mla_append", d, R, shape, [&](const k3_ops& t, Out& o) {
         const int status = t.mla_append(t.ctx, &d, &w, &p.pass, layer, kva.data());
-        const int64_t bytes = d.n_mla * p.pass.page_rows * d.latent_stride * (p.pass.latent_dtype == K3_BF16 ? 2 : 4);
         for (const auto& page : p.page_memory)
-            for (int64_t i = 0; i < bytes; ++i) o.ints.push_back((*page)[(size_t)i]);
+            for (char byte : *page) o.ints.push_back(byte);
         return status;
     });
     compare("mla_absorb", d, R, shape,
@@ -454,7 +454,8 @@ void check_mla(const k3_dims& d, bool wild) {
 }
 
 void check_moe(const k3_dims& d, bool wild) {
-    const int64_t R = pick({1, 2, 5, 40}), E = d.num_experts, T = d.num_experts_per_token;
+    Pass p(d, false);
+    const int64_t R = p.pass.rows, E = d.num_experts, T = d.num_experts_per_token;
     const int64_t latent = d.routed_expert_hidden_size, inner = d.moe_intermediate_size;
     const std::string shape = text({R, E, T, latent, inner});
     Floats logits = floats(R * E, wild), bias = within(E, -0.1f, 0.1f);
@@ -491,7 +492,7 @@ void check_moe(const k3_dims& d, bool wild) {
     moe.w3 = w[2].data();
     const Floats z = floats(R * latent, wild), weights = within(R * T, 0.0f, 1.0f);
     compare("experts", d, R, shape, [&](const k3_ops& t, Out& o) {
-        return t.experts(t.ctx, &d, &moe, z.data(), ids.data(), weights.data(), o.make(R * latent), R);
+        return t.experts(t.ctx, &d, &moe, &p.pass, z.data(), ids.data(), weights.data(), o.make(R * latent));
     });
 }
 
@@ -501,9 +502,9 @@ void check_residual(const k3_dims& d, bool wild) {
     const Floats s = floats(R * h, wild), a = floats(R * h, wild), b = floats(R * h);
     const bool use_b = below(2), restart = below(2);
     auto bad = [&](Out& o) {
-        for (k3_segment& segment : p.segments) {
-            o.ints.push_back(segment.bad_sublayer);
-            segment.bad_sublayer = K3_NO_BAD_SUBLAYER;
+        for (int32_t& sublayer : p.bad) {
+            o.ints.push_back(sublayer);
+            sublayer = K3_NO_BAD_SUBLAYER;
         }
     };
     compare("residual", d, R, p.shape(), [&](const k3_ops& t, Out& o) {

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""A session: one timeline of tokens over a model, and everything that can be done with it."""
+"""The core of a session: its passes, what they need, and its end."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import operator
 import os
+import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -16,10 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from k3session import __version__
 from k3session._core.decoder import Scratch
-from k3session._core.ops import BUILD
-from k3session._core.state import Owner, Timeline
+from k3session._core.state import Owner
 from k3session.alive import Alive
 from k3session.errors import (
     CapacityError,
@@ -29,28 +26,29 @@ from k3session.errors import (
     NonFiniteError,
     PassCancelled,
     SessionBusyError,
-    SnapshotError,
 )
 from k3session.generation import Generated, generate
-from k3session.identity import check_arrays, check_facts, check_size
 from k3session.inputs import out_row, prompt_rows, token_id
+from k3session.marks import NO_POINTS, Mark, Marks, Origin, Point, Points, next_serial
 from k3session.memory import CHUNK_ROWS
 from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling
-from k3session.snapshot import LayerSnapshot, Snapshot, check_meta, head_parts, stated_size
-from k3session.snapshot_file import Part, SnapshotReader, write_file
+from k3session.saving import SaveJob
+from k3session.stats import Counts
 from k3session.text import TokenizerLike
+from k3session.trace import Trace
 
 if TYPE_CHECKING:
     from k3session.model import Model
+    from k3session.session.drafts import Draft
 
-__all__ = ["Session"]
+__all__ = ["SessionCore"]
 
-_LATENTS = {"fp32": False, "bf16": True}
+LATENTS = {"fp32": False, "bf16": True}
 _NO_IDS = np.empty(0, np.int32)
 _NO_ROW = np.empty((1, 0), np.float32)
 _numbers = itertools.count(1)
-_alive: Alive[Session] = Alive()
+_alive: Alive[SessionCore] = Alive()
 
 
 def _after_fork_in_child() -> None:
@@ -61,36 +59,25 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class Session:
-    """One mutable timeline over a shared model.
+class SessionCore:
+    """The passes of a session, what they need, and its end.  See `k3session.Session`."""
 
-    A session has one owner: a second thread that uses it while it is busy gets `SessionBusyError`.  Sessions of one
-    model run in parallel.  Every pass commits at its end or not at all, so a failure, a cancel or Ctrl-C leaves the
-    session where it was, or at the end of the last finished chunk of a prefill.
-
-    Parameters
-    ----------
-    model
-        The model; stays open at least as long as the session.
-    capacity
-        The most tokens that the session may hold.  None is the model's ``max_position_embeddings``.  Memory is taken
-        as the session grows, not in advance.
-    latent
-        How MLA keeps its latent cache: "fp32", or "bf16", half the size, rounded once when a row is appended.
-
-    Examples
-    --------
-    >>> import k3session as k3
-    >>> with k3.Model.open() as model, model.session() as s:
-    ...     logits = s.prefill([82, 79, 77])
-    ...     logits = s.step(int(logits.argmax()))
-    ...     s.position
-    4
-    """
-
-    def __init__(self, model: Model, *, capacity: int | None = None, latent: str = "fp32") -> None:
-        if latent not in _LATENTS:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        capacity: int | None = None,
+        latent: str = "fp32",
+        marks: Marks | bool | None = None,
+    ) -> None:
+        if latent not in LATENTS:
             raise ConfigError(f"latent is {latent!r}; expected 'fp32' or 'bf16'")
+        self._open(model, capacity, latent, Marks.read(marks), None)
+
+    def _open(
+        self, model: Model, capacity: int | None, latent: str, policy: Marks, timeline: Any | None
+    ) -> None:
+        """A session at position 0, or where `timeline` stands, which becomes its own."""
         if capacity is None:
             capacity = model.config.max_position_embeddings
         elif isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
@@ -102,9 +89,9 @@ class Session:
         self._capacity = capacity
         self._latent = latent
         self._decoder: Any = model._open_decoder()
-        weights = self._decoder.weights
-        self._timeline: Any = Timeline(weights, _LATENTS[latent])
-        self._scratch: Any = Scratch(weights, CHUNK_ROWS, model.threads, model.isa)
+        self._timeline: Any = self._decoder.timeline(LATENTS[latent]) if timeline is None else timeline
+        self._fixed_bytes = int(self._timeline.nbytes)  # without latent rows; a fork takes that of its parent
+        self._scratch: Any = Scratch(self._decoder, CHUNK_ROWS)
         vocab = model.config.vocab_size
         self._vocab = vocab
         # A pass commits inside one call, and Ctrl-C may come right after it.  So what belongs to a position is
@@ -117,10 +104,21 @@ class Session:
         self._digests: dict[int, str] = {}
         self._active = False
         self._generations = 0
+        self._draft: Draft | None = None
+        self._batch: Any = None  # the scratch of the batch that the session is part of just now
         self._failure: K3Error | None = None
         self._resume: str | None = None
         self._meta: Any = None
+        self._trace: Trace | None = None
+        self._counts = Counts()
+        self._jobs: list[SaveJob] = []
         self.sampling: Sampling | None = None
+        self._policy = policy
+        self._points: Points = NO_POINTS
+        self._due = policy.due(0)  # the position from which on an automatic mark is made
+        self._marks: Alive[Mark] = Alive()
+        self._origin: Origin | None = None
+        self._birth = next_serial()
         model._register(self)
         _alive.add(self)
         self._closed = False
@@ -138,7 +136,7 @@ class Session:
     def position(self) -> int:
         """Tokens that the session holds; the next one gets this position."""
         self._check_open()
-        return int(self._timeline.position)
+        return self._here()
 
     @property
     def capacity(self) -> int:
@@ -154,7 +152,7 @@ class Session:
     def tokens(self) -> npt.NDArray[np.int32]:
         """A copy of the ids so far, int32[position]; -1 where embeddings were given or a snapshot left ids out."""
         self._check_open()
-        return self._ids[: self._timeline.position].copy()
+        return self._ids[: self._here()].copy()
 
     @property
     def logits(self) -> npt.NDArray[np.float32] | None:
@@ -170,6 +168,8 @@ class Session:
     def layers(self) -> list[Any]:
         """One ``K3CpuFallbackState`` per layer: the state that it carries from token to token."""
         self._check_open()
+        if self._draft is not None:
+            self._draft.settle()
         return self._timeline.layers  # type: ignore[no-any-return]
 
     @property
@@ -286,6 +286,8 @@ class Session:
                             self._digests[j] = xxhash.xxh3_128_hexdigest(row)
                     last = self._forward(part, rows)
                     report("prefill", i + part.size, n)
+                if self._policy.prefill:
+                    self._keep_point("prefill")
                 return last.copy()
             finally:
                 self._active = False
@@ -298,6 +300,7 @@ class Session:
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
         tokenizer: TokenizerLike | None = None,
+        logprobs: int = 0,
     ) -> Iterator[Generated]:
         """Continue with tokens of the model's own.
 
@@ -314,11 +317,13 @@ class Session:
             Strings that end the text; they are not part of it.
         tokenizer
             An object with ``encode`` and ``decode``, in place of the checkpoint's own.
+        logprobs
+            How many of the most probable tokens are told with each: ``Generated.top``.
 
         Yields
         ------
         Generated
-            token, position, text, logprob, finish_reason, seconds.
+            token, position, text, logprob, finish_reason, seconds, top.
 
         Examples
         --------
@@ -329,7 +334,7 @@ class Session:
         8
         """
         self._check_open()
-        return generate(self, max_tokens, sampling, stop, tokenizer)
+        return generate(self, max_tokens, sampling, stop, tokenizer, logprobs)
 
     def cancel(self) -> bool:
         """Stop the step, prefill or generation that is running in another thread, at the next layer.
@@ -340,116 +345,11 @@ class Session:
         scratch = self._scratch
         if scratch is not None and (self._active or self._generations):
             scratch.cancel()
+            batch = self._batch
+            if batch is not None:
+                batch.cancel()
             return True
         return False
-
-    # ------------------------------------------------------------------------------------------
-    # snapshots
-    # ------------------------------------------------------------------------------------------
-
-    def snapshot(self, *, meta: Any = None, include_tokens: bool = True) -> Snapshot:
-        """Return everything that the session is, copied.
-
-        Parameters
-        ----------
-        meta
-            Anything that JSON can hold, kept with the snapshot.
-        include_tokens
-            Whether the ids are kept; without them the conversation cannot be read from the snapshot.
-        """
-        with self._owner:
-            self._begin()
-            layers = tuple(LayerSnapshot(**layer.export()) for layer in self._timeline.layers)
-            tokens, logits = self._head(include_tokens)
-            return Snapshot(
-                self._timeline.position, tokens, logits, layers, self._facts(meta, include_tokens)
-            )
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Become what the snapshot says.  A snapshot that is refused changes nothing.
-
-        Raises
-        ------
-        SnapshotMismatchError
-            Another model, other weights or options: ``differences`` lists every field that differs.
-        CapacityError
-            The snapshot holds more tokens than this session may.
-        """
-        if not isinstance(snapshot, Snapshot):
-            raise TypeError(
-                f"expected a k3session.Snapshot, found {type(snapshot).__name__}; for a file use Session.load"
-            )
-        with self._owner:
-            self._begin(failed_is_fine=True)
-            layers = self._model.config.num_hidden_layers
-            check_facts(
-                snapshot.facts, self._facts(None, False), snapshot.logits, self._vocab, "the snapshot"
-            )
-            check_arrays(snapshot, layers, self._vocab, "the snapshot")
-            self._check_room(snapshot.position)
-            self._take(snapshot)
-
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        meta: Any = None,
-        include_tokens: bool = True,
-        progress: ProgressArgument = False,
-    ) -> int:
-        """Write a snapshot file, and return its size in bytes.
-
-        Crash-safe: at every moment `path` is the old file, whole, or the new one, whole.  On an error the old one is
-        there, and the session is as it was.
-
-        Raises
-        ------
-        SnapshotError
-            No space, no folder, no permission: the message says which.
-        """
-        report = Progress(progress)
-        with self._owner:
-            try:
-                self._begin()
-                parts = head_parts(*self._head(include_tokens))
-                for i, layer in enumerate(self._timeline.layers):
-                    for name, (shape, dtype) in layer.shapes(self._timeline.position).items():
-                        # One array is copied out at a time: a save needs little memory beside the session's own.
-                        kind = "BF16" if dtype == np.uint16 else "F32"
-                        parts.append(
-                            Part(f"layers.{i}.{name}", kind, shape, functools.partial(layer.array, name))
-                        )
-                return write_file(path, parts, self._facts(meta, include_tokens), report)
-            finally:
-                report.close()
-
-    @classmethod
-    def load(cls, model: Model, path: str | os.PathLike[str], *, capacity: int | None = None) -> Session:
-        """Return a session that goes on where the file was saved.
-
-        The latent cache keeps the file's dtype.  Facts are compared and every tensor is checked against its digest
-        before there is a session.
-
-        Raises
-        ------
-        SnapshotError, SnapshotCorruptError, SnapshotMismatchError, CapacityError
-        """
-        with SnapshotReader(path) as reader:
-            position, _ = stated_size(reader)
-            latent = reader.facts.get("latent")
-            known = isinstance(latent, str) and latent in _LATENTS
-            session = cls(model, capacity=capacity, latent=str(latent) if known else "fp32")
-            try:
-                check_facts(reader.facts, session._facts(None, False), None, session._vocab, reader.name)
-                check_size(reader, session._timeline.layers)
-                session._check_room(position, reader.name)
-                snapshot = Snapshot.from_reader(reader)
-                check_arrays(snapshot, model.config.num_hidden_layers, session._vocab, reader.name)
-                session._take(snapshot, reader.name)
-            except BaseException:
-                session.close()
-                raise
-        return session
 
     # ------------------------------------------------------------------------------------------
     # the end
@@ -460,6 +360,10 @@ class Session:
         if self._closed:
             return
         with self._owner:
+            self._draft = None
+            for mark in self._marks:
+                mark._end(f"{self.name} has been closed")
+            self._points = NO_POINTS
             self._model._forget(self)
             self._closed = True
             self._timeline = self._scratch = self._decoder = None
@@ -488,7 +392,7 @@ class Session:
     def __repr__(self) -> str:
         if self._closed:
             return f"<Session {self.name}: closed>"
-        return f"<Session {self.name}: position {self._timeline.position} of {self._capacity}, latent {self._latent}>"
+        return f"<Session {self.name}: position {self._here()} of {self._capacity}, latent {self._latent}>"
 
     # ------------------------------------------------------------------------------------------
     # inside
@@ -500,6 +404,8 @@ class Session:
 
     def _begin(self, *, failed_is_fine: bool = False, cancellable: bool = False) -> None:
         self._check_open()
+        if self._draft is not None:
+            self._draft.give_way()
         if self._failure is not None and not failed_is_fine:
             raise self._failed()
         if not self._generations:
@@ -516,40 +422,118 @@ class Session:
 
     def _failed(self) -> K3Error:
         first = self._failure
-        said = f"{self.name} has failed and accepts only restore() and close(): {first}"
+        said = f"{self.name} has failed and accepts only restore(), rewind() and close(): {first}"
         return NonFiniteError(said, first.layer) if isinstance(first, NonFiniteError) else K3Error(said)
+
+    def _here(self) -> int:
+        """The position that the caller sees: where a draft has handed out tokens, that after the last of them."""
+        draft = self._draft
+        return int(self._timeline.position if draft is None else draft.position)
 
     def _logits(self) -> npt.NDArray[np.float32] | None:
         """The row of logits that belongs to the position."""
-        position = self._timeline.position
+        position = self._here()
         return next(
             (row[0] for row, at in zip(self._rows, self._rows_at, strict=True) if at == position), None
         )
 
     def _forward(
-        self, ids: npt.NDArray[np.int32], embeddings: npt.NDArray[np.float32] | None = None
+        self,
+        ids: npt.NDArray[np.int32],
+        embeddings: npt.NDArray[np.float32] | None = None,
+        every: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """One pass, committed at its end; returns its row of logits, the session's own."""
-        position = self._timeline.position
+        """One pass, committed at its end; returns its row of logits, the session's own.
+
+        ``every``, float32[rows, vocab], takes the logits of every row.
+        """
+        position, rows, trace = self._timeline.position, ids.size, self._trace
+        taps = None
+        if trace is not None:
+            taps = trace.taps(self._decoder.weights, rows)
+            every = trace.rows_of_logits(rows, self._vocab) if every is None else every
         spare = 1 if self._rows_at[0] == position else 0
-        self._rows_at[spare] = position + ids.size
-        row = self._rows[spare]
+        if every is not None:
+            # From the commit on the last of them is the session's row, until it is copied.
+            self._own_row(spare, every[-1:])
+        self._rows_at[spare] = position + rows
+        logits = self._rows[spare] if every is None else every
+        began = time.perf_counter()
         try:
-            bad = self._decoder.forward(self._scratch, [self._timeline], [ids.size], ids, embeddings, row)
+            bad = self._pass([self._timeline], [rows], ids, embeddings, logits, every is not None, taps)
         except PassCancelled:
             self._scratch.clear_cancel()
             raise PassCancelled(
                 f"cancelled; {self.name} stands at position {position} and can go on from there", position
             ) from None
         if bad is not None:
+            where = str(bad[0])
             self._failure = NonFiniteError(
-                f"{bad[0]} gave a value that is not finite, in the pass that began at position "
+                f"{where} gave a value that is not finite, in the pass that began at position "
                 f"{self._timeline.position}; look for NaN or infinite weights with 'k3session check --deep'",
-                bad[0],
+                where,
             )
+            if trace is not None:
+                trace.took(position, ids, taps, every, self._timeline, where)
             raise self._failure
-        last: npt.NDArray[np.float32] = row[0]
+        self._counts.passed(rows, time.perf_counter() - began)
+        if every is not None:
+            self._own_row(spare, every[-1:].copy())
+        if trace is not None:
+            trace.took(position, ids, taps, every, self._timeline)
+        if position + rows >= self._due:
+            self._keep_point("every")
+        last: npt.NDArray[np.float32] = self._rows[spare][0]
         return last
+
+    def _keep_point(self, kind: str) -> None:
+        """An automatic mark at the position, where the budget has room for one."""
+        self._due = self._policy.due(self._timeline.position)
+        with contextlib.suppress(MemoryError):
+            self._points = self._points.with_point(self._point(kind), self._policy.budget)
+
+    def _point(self, kind: str) -> Point:
+        """The point where the session stands."""
+        row = self._logits()
+        return self._point_at(
+            self._timeline,
+            None if row is None else row.copy(),
+            kind,
+            ids=self._ids,
+            digests=self._digests,
+            origin=self._origin,
+        )
+
+    def _point_at(
+        self, timeline: Any, row: npt.NDArray[np.float32] | None, kind: str, **history: Any
+    ) -> Point:
+        """The point where a timeline stands, with its own row; what the last page takes counts unless it is full."""
+        state = timeline.share()
+        position, page = state.position, state.page_rows
+        fixed = self._fixed_bytes
+        last = (state.nbytes - fixed) // -(-position // page) if position % page else 0
+        return Point(
+            position,
+            kind,
+            state,
+            row,
+            nbytes=fixed + last + (0 if row is None else row.nbytes),
+            home=self.name,
+            **history,
+        )
+
+    def _pass(self, *what: Any) -> list[str | None] | None:
+        """A pass in the session's scratch; automatic marks are never the reason that it finds no memory."""
+        try:
+            return self._decoder.forward(self._scratch, *what)  # type: ignore[no-any-return]
+        except MemoryError:
+            if not self._points:
+                raise
+            self._points = NO_POINTS
+        return self._decoder.forward(self._scratch, *what)  # type: ignore[no-any-return]
+
+    def _own_row(self, number: int, row: npt.NDArray[np.float32]) -> None:
+        self._rows = (row, self._rows[1]) if number == 0 else (self._rows[0], row)
 
     def _full(self, n: int) -> CapacityError:
         return CapacityError(
@@ -561,80 +545,3 @@ class Session:
         grown = np.empty(max(need, 2 * self._ids.size), np.int32)
         grown[: self._ids.size] = self._ids
         self._ids = grown
-
-    def _head(
-        self, include_tokens: bool
-    ) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
-        tokens = self._ids[: self._timeline.position].copy() if include_tokens else None
-        row = self._logits()
-        return tokens, None if row is None else row.copy()
-
-    def _facts(self, meta: Any, include_tokens: bool) -> dict[str, Any]:
-        """What the header says beside the tensors."""
-        model = self._model
-        position = int(self._timeline.position)
-        digests = {str(k): v for k, v in self._digests.items() if k < position and self._ids[k] == -1}
-        return {
-            "k3session": __version__,
-            "build": BUILD,
-            "isa": model.isa,
-            "device": model.device,
-            "fingerprint": model.fingerprint.to_dict(),
-            "num_hidden_layers": model.config.num_hidden_layers,
-            "layers": [0, model.config.num_hidden_layers],
-            "position": position,
-            "latent": self._latent,
-            "weights": "stored",
-            "sampling": self.sampling.to_dict() if self.sampling is not None else None,
-            "embeddings": digests if include_tokens else {},
-            "meta": check_meta(meta),
-        }
-
-    def _check_room(self, position: int, name: str = "the snapshot") -> None:
-        if position > self._capacity:
-            raise CapacityError(
-                f"{name} holds {position} tokens; this session may hold {self._capacity}: give it a larger capacity"
-            )
-
-    def _take(self, snapshot: Snapshot, name: str = "the snapshot") -> None:
-        """Become the snapshot, whose facts and arrays have been compared."""
-        here = self._facts(None, False)
-        exact = all(snapshot.facts.get(n) == here[n] for n in ("build", "isa", "device"))
-        sampling = snapshot.facts.get("sampling")
-        position, tokens, logits = snapshot.position, snapshot.tokens, snapshot.logits
-        try:
-            chosen = Sampling.from_dict(sampling) if sampling is not None else None
-            digests = {int(k): str(v) for k, v in (snapshot.facts.get("embeddings") or {}).items()}
-        except (ConfigError, TypeError, ValueError, AttributeError) as problem:
-            raise SnapshotError(f"{name}: its sampling or embeddings cannot be read: {problem}") from None
-        ids = np.full(max(64, position), -1, np.int32)
-        if tokens is not None:
-            ids[:position] = tokens
-        spare = 1 if self._rows_at[0] == self._timeline.position else 0
-        rows_at = [-1, -1]
-        if logits is not None:
-            self._rows[spare][0] = logits
-            rows_at[spare] = position
-        replace = functools.partial(
-            self._timeline.replace, position, [layer.arrays() for layer in snapshot.layers]
-        )
-        become = functools.partial(
-            self.__dict__.update,
-            _ids=ids,
-            _rows_at=rows_at,
-            _digests=digests,
-            sampling=chosen,
-            _meta=snapshot.facts.get("meta"),
-            _failure=None,
-            _resume="exact" if exact else "tolerance",
-        )
-        # Ctrl-C acts after a call: as one call, the two are done together, or neither is where the first one fails.
-        # In the midst of it the session is failed, which is what the child of a fork finds that comes just then.
-        both = map(operator.call, (replace, become))
-        before, broken = self._failure, K3Error("a restore was broken off in the middle")
-        try:
-            self._failure = broken
-            list(both)
-        except (K3Error, MemoryError):  # raised before anything was changed
-            self._failure = before
-            raise

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: MIT
+"""What a model computes with: the decoder, and on a GPU the parts of the weights that were placed there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from k3session._core.cuda_ops import DeviceMemory, DeviceTables
+from k3session._core.decoder import Decoder
+from k3session._core.gpu import Device
+from k3session._core.weights import Weights
+from k3session.errors import DeviceError, DeviceMemoryError
+from k3session.memory import CHUNK_ROWS, memory_estimate
+from k3session.placement import PARTS, Placement, Wanted, suggestion
+
+__all__ = ["Engine"]
+
+log = logging.getLogger("k3session")
+
+
+def _gib(n: int) -> str:
+    return f"{n / 2**30:.2f} GiB" if n >= 2**27 else f"{n / 2**20:.1f} MiB"
+
+
+class Engine:
+    """The decoder of one model, and what it holds on a device until `close`.
+
+    Attributes
+    ----------
+    decoder
+        The compiled graph, shared by all sessions.
+    placement
+        What runs where.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        wanted: Wanted,
+        threads: int,
+        isa: str,
+        progress: Callable[[str, int, int], object] | None = None,
+    ) -> None:
+        self._weights = weights
+        self._device: Device | None = None
+        self._memory: DeviceMemory | None = None
+        self._tables: DeviceTables | None = None
+        self.placement = wanted.on(gpu=wanted.kind == "cuda")
+        if wanted.kind == "auto":
+            self.placement = self._automatic(wanted, progress)
+        elif self.placement.parts:
+            self._load(self.placement, progress)
+        split = wanted.prefill_precision == "bf16x2"
+        self.decoder = Decoder(weights, threads, isa, self._tables, split)
+
+    def _automatic(
+        self, wanted: Wanted, progress: Callable[[str, int, int], object] | None
+    ) -> Placement:
+        """Everything on the GPU where that can be, else what was asked for by name."""
+        placement = wanted.on(gpu=True)
+        try:
+            if placement.parts:
+                self._load(placement, progress)
+            return placement
+        except DeviceError as problem:
+            if any(wanted.apart.values()):
+                raise  # a component was asked for by name
+            log.info("device 'auto': using the CPU: %s", problem)
+            return wanted.on(gpu=False)
+
+    def _load(self, placement: Placement, progress: Callable[[str, int, int], object] | None) -> None:
+        """Copy the parts to the device; DeviceMemoryError with the sizes before anything is copied."""
+        try:
+            self._device = Device(placement.number)
+            self._memory = DeviceMemory(self._device)
+            tables = DeviceTables(self._weights)
+            sizes = {part: tables.count(frozenset({part})) for part in PARTS}
+            need, scratch = sum(sizes[p] for p in placement.parts), self._scratch_bytes()
+            free = self._device.free_memory
+            if need + scratch > free:
+                parts = ", ".join(f"{p} {_gib(sizes[p])}" for p in PARTS if p in placement.parts)
+                raise DeviceMemoryError(
+                    f"the model needs {_gib(need)} on GPU {placement.number} ({parts}) and {_gib(scratch)} for a "
+                    f"session, where {_gib(free)} are free: "
+                    f"{suggestion(sizes, free - scratch, placement.parts)}"
+                )
+            self._tables = tables
+            tables.load(self._memory, placement.parts, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _scratch_bytes(self) -> int:
+        """What one session takes on the device: its state twice, and the activations of its passes."""
+        sizes = memory_estimate(self._weights.config, 0, CHUNK_ROWS)
+        return sizes["state_per_session"] + sizes["state_alternate"] + sizes["scratch"]
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        tables, self._tables = self._tables, None
+        memory, self._memory = self._memory, None
+        device, self._device = self._device, None
+        for held in (tables, memory, device):
+            if held is not None:
+                held.close()

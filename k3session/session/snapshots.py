@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: MIT
+"""Snapshots of a session: in memory, to files, and back."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from k3session import __version__
+from k3session._core.ops import BUILD
+from k3session.errors import CapacityError, ConfigError, K3Error, SnapshotError, SnapshotMismatchError
+from k3session.identity import check_arrays, check_facts, check_size
+from k3session.marks import NO_POINTS, Marks, Origin, Point, Points, fitting
+from k3session.progress import Progress, ProgressArgument
+from k3session.sampling import Sampling
+from k3session.saving import SaveJob
+from k3session.session.core import LATENTS, SessionCore
+from k3session.snapshot import (
+    LayerSnapshot,
+    MarkSnapshot,
+    Snapshot,
+    check_meta,
+    head_parts,
+    stated_marks,
+    stated_size,
+)
+from k3session.snapshot_file import Part, SnapshotReader, write_file
+
+if TYPE_CHECKING:
+    from k3session.model import Model
+
+__all__ = ["Snapshots"]
+
+
+def _write(path: str | os.PathLike[str], parts: list[Part], facts: dict[str, Any], report: Progress) -> int:
+    try:
+        return write_file(path, parts, facts, report)
+    finally:
+        report.close()
+
+
+class Snapshots(SessionCore):
+    """Saving and loading.  See `k3session.Session`."""
+
+    def snapshot(self, *, meta: Any = None, include_tokens: bool = True, marks: bool = False) -> Snapshot:
+        """Return everything that the session is, copied.
+
+        Parameters
+        ----------
+        meta
+            Anything that JSON can hold, kept with the snapshot.
+        include_tokens
+            Whether the ids are kept; without them the conversation cannot be read from the snapshot.
+        marks
+            Whether the automatic marks go with it, so that a session that takes it can be rewound without replay.
+        """
+        with self._owner:
+            self._begin()
+            layers = tuple(LayerSnapshot(**layer.export()) for layer in self._timeline.layers)
+            tokens, logits = self._head(include_tokens)
+            points = self._points_before() if marks else ()
+            facts = self._facts(meta, include_tokens, points)
+            kept = tuple(_mark_of(point) for point in points)
+            return Snapshot(self._timeline.position, tokens, logits, layers, facts, kept)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Become what the snapshot says.  A snapshot that is refused changes nothing.
+
+        Raises
+        ------
+        SnapshotMismatchError
+            Another model, other weights or options: ``differences`` lists every field that differs.
+        CapacityError
+            The snapshot holds more tokens than this session may.
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise TypeError(
+                f"expected a k3session.Snapshot, found {type(snapshot).__name__}; for a file use Session.load"
+            )
+        with self._owner:
+            self._begin(failed_is_fine=True)
+            layers = self._model.config.num_hidden_layers
+            check_facts(
+                snapshot.facts, self._facts(None, False), snapshot.logits, self._vocab, "the snapshot"
+            )
+            check_arrays(snapshot, layers, self._vocab, "the snapshot")
+            self._check_room(snapshot.position)
+            self._take(snapshot)
+
+    @overload
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        meta: Any = None,
+        include_tokens: bool = True,
+        marks: bool = False,
+        wait: Literal[True] = True,
+        progress: ProgressArgument = False,
+    ) -> int: ...
+
+    @overload
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        meta: Any = None,
+        include_tokens: bool = True,
+        marks: bool = False,
+        wait: Literal[False],
+        progress: ProgressArgument = False,
+    ) -> SaveJob: ...
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        meta: Any = None,
+        include_tokens: bool = True,
+        marks: bool = False,
+        wait: bool = True,
+        progress: ProgressArgument = False,
+    ) -> int | SaveJob:
+        """Write a snapshot file, and return its size in bytes.
+
+        Crash-safe: at every moment `path` is the old file, whole, or the new one, whole.  On an error the old one is
+        there, and the session is as it was.
+
+        Parameters
+        ----------
+        path
+            The file.
+        meta
+            Anything that JSON can hold, kept with the snapshot.
+        include_tokens
+            Whether the ids are kept; without them the conversation cannot be read from the file.
+        marks
+            Whether the automatic marks go with it.  Each adds the size of the recurrent state to the file.
+        wait
+            False returns a `SaveJob` at once, and a thread of its own writes the file while the session goes on.  The
+            file holds exactly the tokens up to the position at this call, ``job.position``.  Until it is written this
+            takes memory for the recurrent state once more; latent pages are shared.  `close` waits for it.
+        progress
+            True, or a function called as ``progress("save", bytes done, bytes)`` by the thread that writes.
+
+        Raises
+        ------
+        SnapshotError
+            No space, no folder, no permission: the message says which.
+        """
+        report = Progress(progress)
+        with self._owner:
+            try:
+                self._begin()
+                held = self._timeline if wait else self._timeline.share()
+                parts = head_parts(*self._head(include_tokens))
+                for i, layer in enumerate(held.layers):
+                    for name, (shape, dtype) in layer.shapes(held.position).items():
+                        # One array is copied out at a time: a save needs little memory beside the session's own.
+                        kind = "BF16" if dtype == np.uint16 else "F32"
+                        parts.append(
+                            Part(f"layers.{i}.{name}", kind, shape, functools.partial(layer.array, name))
+                        )
+                points = self._points_before() if marks else ()
+                parts += _mark_parts(points)
+                facts = self._facts(meta, include_tokens, points)
+                job = SaveJob(path, held.position, functools.partial(_write, path, parts, facts, report))
+                self._jobs = [
+                    j for j in self._jobs if not j.done or j.failed_unseen or j is self._last_saved()
+                ]
+                self._jobs.append(job)
+                if wait:
+                    return job.run()
+                job.start()
+                return job
+            finally:
+                if wait:
+                    report.close()
+
+    @classmethod
+    def load(
+        cls,
+        model: Model,
+        path: str | os.PathLike[str],
+        *,
+        capacity: int | None = None,
+        marks: Marks | bool | None = None,
+    ) -> Self:
+        """Return a session that goes on where the file was saved.
+
+        The latent cache keeps the file's dtype.  Facts are compared and every tensor is checked against its digest
+        before there is a session.  Marks in the file are read as far as the budget of ``marks`` has room for them.
+
+        Raises
+        ------
+        SnapshotError, SnapshotCorruptError, SnapshotMismatchError, CapacityError
+        """
+        with SnapshotReader(path) as reader:
+            position, _ = stated_size(reader)
+            latent = reader.facts.get("latent")
+            known = isinstance(latent, str) and latent in LATENTS
+            session = cls(model, capacity=capacity, latent=str(latent) if known else "fp32", marks=marks)
+            try:
+                check_facts(reader.facts, session._facts(None, False), None, session._vocab, reader.name)
+                check_size(reader, session._timeline.layers)
+                session._check_room(position, reader.name)
+                snapshot = Snapshot.from_reader(reader, session._marks_to_read(reader, position))
+                check_arrays(snapshot, model.config.num_hidden_layers, session._vocab, reader.name)
+                session._take(snapshot, reader.name)
+            except BaseException:
+                session.close()
+                raise
+        return session
+
+    def close(self) -> None:
+        """Free the session's memory; further use raises `ClosedError`.  Closing twice is fine.
+
+        Waits for saves that go on in the background; of one that failed, and whose result nobody has asked for, the
+        log of ``k3session`` tells.
+        """
+        if not self.is_closed:
+            with self._owner:
+                for job in self._jobs:
+                    job.settle()
+        super().close()
+
+    # ------------------------------------------------------------------------------------------
+    # inside
+    # ------------------------------------------------------------------------------------------
+
+    def _last_saved(self) -> SaveJob | None:
+        """The last save that ended well."""
+        return next((job for job in reversed(self._jobs) if job.done and job.nbytes > 0), None)
+
+    def _head(
+        self, include_tokens: bool
+    ) -> tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]:
+        tokens = self._ids[: self._timeline.position].copy() if include_tokens else None
+        row = self._logits()
+        return tokens, None if row is None else row.copy()
+
+    def _facts(self, meta: Any, include_tokens: bool, points: Sequence[Point] = ()) -> dict[str, Any]:
+        """What the header says beside the tensors."""
+        model = self._model
+        position = int(self._timeline.position)
+        digests = {str(k): v for k, v in self._digests.items() if k < position and self._ids[k] == -1}
+        more: dict[str, Any] = {}
+        if points:
+            more["marks"] = [{"position": p.position, "kind": p.kind} for p in points]
+        if self._origin is not None and self._origin.position <= position:
+            more["origin"] = self._origin.position
+        return more | {
+            "k3session": __version__,
+            "build": BUILD,
+            "isa": model.isa,
+            "device": model.placement_label,
+            "fingerprint": model.fingerprint.to_dict(),
+            "num_hidden_layers": model.config.num_hidden_layers,
+            "layers": [0, model.config.num_hidden_layers],
+            "position": position,
+            "latent": self._latent,
+            "weights": "stored",
+            "sampling": self.sampling.to_dict() if self.sampling is not None else None,
+            "embeddings": digests if include_tokens else {},
+            "meta": check_meta(meta),
+        }
+
+    def _check_room(self, position: int, name: str = "the snapshot") -> None:
+        if position > self._capacity:
+            raise CapacityError(
+                f"{name} holds {position} tokens; this session may hold {self._capacity}: give it a larger capacity"
+            )
+
+    def _take(self, snapshot: Snapshot, name: str = "the snapshot") -> None:
+        """Become the snapshot, whose facts and arrays have been compared."""
+        here = self._facts(None, False)
+        exact = all(snapshot.facts.get(n) == here[n] for n in ("build", "isa", "device"))
+        sampling = snapshot.facts.get("sampling")
+        position, tokens, logits = snapshot.position, snapshot.tokens, snapshot.logits
+        try:
+            chosen = Sampling.from_dict(sampling) if sampling is not None else None
+            digests = {int(k): str(v) for k, v in (snapshot.facts.get("embeddings") or {}).items()}
+        except (ConfigError, TypeError, ValueError, AttributeError) as problem:
+            raise SnapshotError(f"{name}: its sampling or embeddings cannot be read: {problem}") from None
+        ids = np.full(max(64, position), -1, np.int32)
+        if tokens is not None:
+            ids[:position] = tokens
+        spare = 1 if self._rows_at[0] == self._timeline.position else 0
+        rows_at = [-1, -1]
+        if logits is not None:
+            self._rows[spare][0] = logits
+            rows_at[spare] = position
+        origin = _origin(snapshot, digests, exact)
+        timeline, points = self._timeline, NO_POINTS
+        replace = functools.partial(timeline.replace, position, [layer.arrays() for layer in snapshot.layers])
+        if snapshot.marks and self._policy.is_on:
+            # The marks share the latent rows of the session that they belong to, so that is made first.
+            whole = self._decoder.timeline(LATENTS[self._latent], timeline.page_rows)
+            whole.replace(*replace.args)
+            replace = functools.partial(timeline.become, whole)
+            points = self._points_of(snapshot, name, whole, ids=ids, digests=digests, origin=origin)
+        self._together(
+            replace,
+            "a restore",
+            _ids=ids,
+            _rows_at=rows_at,
+            _digests=digests,
+            sampling=chosen,
+            _meta=snapshot.facts.get("meta"),
+            _failure=None,
+            _resume="exact" if exact else "tolerance",
+            _points=points,
+            _due=self._policy.due(position),
+            _origin=origin,
+        )
+        if self._policy.is_on and position > 0:
+            self._keep_point("load")
+
+    def _together(self, move: functools.partial[None], what: str, **fields: Any) -> None:
+        """Move the timeline and set these fields, both or neither."""
+        become: functools.partial[None] = functools.partial(self.__dict__.update, fields)
+        # Ctrl-C acts after a call: as one call, the two are done together, or neither is where the first one fails.
+        # In the midst of it the session is failed, which is what the child of a fork finds that comes just then.
+        both = map(operator.call, (move, become))
+        before, broken = self._failure, K3Error(f"{what} was broken off in the middle")
+        try:
+            self._failure = broken
+            list(both)
+        except (K3Error, MemoryError):  # raised before anything was changed
+            self._failure = before
+            raise
+
+    # ------------------------------------------------------------------------------------------
+    # marks
+    # ------------------------------------------------------------------------------------------
+
+    def _points_before(self) -> tuple[Point, ...]:
+        """The automatic marks that a snapshot takes along: where the session stands there is the snapshot itself."""
+        return tuple(p for p in self._points if p.position < self._timeline.position)
+
+    def _marks_to_read(self, reader: SnapshotReader, position: int) -> tuple[int, ...]:
+        """The positions of those marks of a file that there is room for; their shapes have been compared."""
+        if not self._policy.is_on:
+            return ()
+        least = self._fixed_bytes + 4 * self._vocab
+        stated = stated_marks(reader)
+        marks = [_Stated(at, kind, least) for at, (kind, _) in stated.items()]
+        chosen = tuple(m.position for m in fitting(marks, position, self._policy.budget))
+        wrong: dict[str, tuple[Any, Any]] = {}
+        for at in chosen:
+            parts = stated[at][1]
+            expected: dict[str, tuple[int, ...]] = {"logits": (self._vocab,)} if "logits" in parts else {}
+            for i, layer in enumerate(self._timeline.layers):
+                if layer.is_kda:
+                    expected |= {f"layers.{i}.{n}": shape for n, (shape, _) in layer.shapes(at).items()}
+            found = {part: reader.tensors[name].shape for part, name in parts.items()}
+            both = [(f"x.marks.{at}.{n}", found.get(n), expected.get(n)) for n in {**found, **expected}]
+            wrong |= {n: (a, b) for n, a, b in both if a != b}
+        if wrong:
+            name, (a, b) = next(iter(wrong.items()))
+            raise SnapshotMismatchError(f"{reader.name}: {name} has shape {a}, expected {b}", wrong)
+        return chosen
+
+    def _points_of(self, snapshot: Snapshot, name: str, whole: Any, **history: Any) -> Points:
+        """The marks of a snapshot as points on the way to ``whole``, as many as there is room for."""
+        points: list[Point] = []
+        before = 0
+        origin = history["origin"]
+        for mark in fitting(snapshot.marks, snapshot.position, self._policy.budget):
+            at, row = mark.position, mark.logits
+            fits = before < at <= snapshot.position and len(mark.layers) == len(snapshot.layers)
+            if not fits or (row is not None and (row.shape != (self._vocab,) or row.dtype != np.float32)):
+                raise SnapshotMismatchError(
+                    f"{name}: its mark at {at} does not fit the session", {"marks": (at, None)}
+                )
+            state = _earlier(whole, snapshot, mark)
+            within = origin is not None and at < origin.position
+            history["origin"] = Origin(at) if within else origin
+            points.append(self._point_at(state, None if row is None else row.copy(), mark.kind, **history))
+            before = at
+        return Points(fitting(points, snapshot.position, self._policy.budget))
+
+
+def _earlier(whole: Any, snapshot: Snapshot, mark: MarkSnapshot) -> Any:
+    arrays = [layer.arrays() for layer in mark.layers]
+    if hasattr(whole, "earlier"):
+        return whole.earlier(mark.position, arrays)
+    for given, layer in zip(arrays, snapshot.layers, strict=True):
+        if layer.latent is not None:
+            given["latent"] = layer.latent[: mark.position]
+    state = whole.share()
+    state.replace(mark.position, arrays)
+    return state
+
+
+class _Stated(NamedTuple):
+    """A mark of a file that has not been read."""
+
+    position: int
+    kind: str
+    nbytes: int
+
+
+def _mark_of(point: Point) -> MarkSnapshot:
+    """A point's state, copied out."""
+    layers = [layer.export() if layer.is_kda else {} for layer in point.timeline.layers]
+    row = None if point.row is None else point.row.copy()
+    return MarkSnapshot(point.position, point.kind, row, tuple(LayerSnapshot(**d) for d in layers))
+
+
+def _mark_parts(points: Sequence[Point]) -> list[Part]:
+    """The tensors of marks, each copied out when it is written."""
+    parts = []
+    for point in points:
+        start = f"x.marks.{point.position}."
+        row = point.row
+        if row is not None:
+            parts.append(Part(f"{start}logits", "F32", row.shape, functools.partial(np.asarray, row)))
+        for i, layer in enumerate(point.timeline.layers):
+            for name, (shape, _) in layer.shapes(point.position).items() if layer.is_kda else ():
+                get = functools.partial(layer.array, name)
+                parts.append(Part(f"{start}layers.{i}.{name}", "F32", shape, get))
+    return parts
+
+
+def _origin(snapshot: Snapshot, digests: Mapping[int, str], exact: bool) -> Origin | None:
+    """Up to where the tokens of a snapshot do not give its state again to the bit."""
+    stated = snapshot.facts.get("origin")
+    position = stated if isinstance(stated, int) and 0 < stated <= snapshot.position else 0
+    if not exact or snapshot.tokens is None:
+        position = snapshot.position
+    else:
+        unknown = [k for k in np.flatnonzero(snapshot.tokens < 0).tolist() if k not in digests]
+        position = max([position, *(k + 1 for k in unknown)])
+    return Origin(position) if position else None

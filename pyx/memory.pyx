@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: MIT
+"""Where state and scratch live: the host's memory here, a device's in pyx/cuda_ops.pyx, under one interface."""
+
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free
+from libc.string cimport memcpy, memset
+from posix.stdlib cimport posix_memalign
+
+
+cdef void* aligned(int64_t nbytes) except NULL:
+    """Host memory aligned to a cache line; MemoryError says how much was asked for."""
+    cdef void* p = NULL
+    if nbytes < 0 or posix_memalign(&p, 64, <size_t>(nbytes if nbytes > 0 else 64)) != 0:
+        raise MemoryError(f"could not allocate {nbytes / 2**20:.1f} MiB of host memory")
+    return p
+
+
+cdef class Memory:
+    """A kind of memory.  Every call is complete when it returns."""
+
+    cdef void* allocate(self, int64_t nbytes, bint zeroed=True) except NULL:
+        """That many bytes, aligned to 64 at least; MemoryError where there is no room."""
+        raise NotImplementedError
+
+    cdef void release(self, void* start) noexcept:
+        """Frees what `allocate` gave, NULL included."""
+
+    cdef int read(self, void* host, const void* here, int64_t nbytes) except -1:
+        """Copies to the host."""
+        raise NotImplementedError
+
+    cdef int write(self, void* here, const void* host, int64_t nbytes) except -1:
+        """Copies from the host."""
+        raise NotImplementedError
+
+    cdef int copy(self, void* to, const void* start, int64_t nbytes) except -1:
+        """Copies inside this memory."""
+        raise NotImplementedError
+
+    cdef int fill(self, void* here, int value, int64_t nbytes) except -1:
+        """Sets every byte."""
+        raise NotImplementedError
+
+
+cdef class HostMemory(Memory):
+    """The memory of the process."""
+
+    def __cinit__(self):
+        self.mapped = True
+
+    cdef void* allocate(self, int64_t nbytes, bint zeroed=True) except NULL:
+        cdef void* start = aligned(nbytes)
+        if zeroed:
+            memset(start, 0, nbytes)
+        return start
+
+    cdef void release(self, void* start) noexcept:
+        free(start)
+
+    cdef int read(self, void* host, const void* here, int64_t nbytes) except -1:
+        memcpy(host, here, nbytes)
+        return 0
+
+    cdef int write(self, void* here, const void* host, int64_t nbytes) except -1:
+        memcpy(here, host, nbytes)
+        return 0
+
+    cdef int copy(self, void* to, const void* start, int64_t nbytes) except -1:
+        memcpy(to, start, nbytes)
+        return 0
+
+    cdef int fill(self, void* here, int value, int64_t nbytes) except -1:
+        memset(here, value, nbytes)
+        return 0
+
+
+HOST = HostMemory()
