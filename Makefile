@@ -10,7 +10,7 @@ TESTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test soak style format bench build wheel sanitize avx512-emulated clean
+.PHONY: help demo test test-device soak style format bench build wheel sanitize avx512-emulated clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -20,6 +20,14 @@ demo: $(VENV)/.built  ## set everything up and write text with the model that sh
 
 test: $(VENV)/.test  ## set everything up and run the tests; TESTS="-k resume" runs some
 	$(RUN) -m pytest $(TESTS)
+
+# What runs on a GPU as well: single ops, and whole models.
+DEVICE_TESTS := tests/test_ops_linear.py tests/test_ops_kda.py tests/test_ops_mla.py tests/test_ops_moe.py tests/test_ops_rows.py \
+    tests/test_cuda_model.py tests/test_cuda_faults.py
+
+test-device: $(VENV)/.test  ## run the GPU's kernels and models on the emulator; DEVICE=gpu on a real one
+	K3_TEST_DEVICE=$(or $(DEVICE),emulator) $(RUN) -m pytest $(DEVICE_TESTS) $(TESTS)
+	$(if $(filter gpu,$(DEVICE)),,K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_cuda_check.py $(TESTS))
 
 soak: $(VENV)/.test  ## run the tests with full counts (hours); writes tests/soak.txt
 	@mkdir -p build

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parent
 CUDA = ROOT / "cuda"
-CACHE = ROOT / "build" / "cuda"
+CACHE = Path(os.environ.get("K3_CUDA_CACHE") or ROOT / "build" / "cuda")
 FATBIN, MANIFEST = "kernels.fatbin", "kernels.json"
 
 ARCHS = ("80", "86", "89", "90", "100", "103", "110", "120", "121")

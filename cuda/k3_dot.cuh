@@ -73,9 +73,9 @@ template <int DT> struct k3_run;
 template <> struct k3_run<K3_BF16> {
     enum { QUADS = 2 };
     uint4 q;
-    __device__ __forceinline__ void load(const char* rows, uint32_t row, const uint8_t*, uint32_t, uint32_t run, int cols) {
+    __device__ __forceinline__ void load(const char* rows, uint32_t row, const uint8_t*, uint32_t, uint32_t run, uint32_t cols) {
         q = make_uint4(0, 0, 0, 0);
-        if ((int)(8 * run) < cols) q = k3_stream16(rows + (row + 16 * run));
+        if (8 * run < cols) q = k3_stream16(rows + (row + 16 * run));
     }
     __device__ __forceinline__ void quad(int i, float* w) const {
         const uint32_t a = i ? q.z : q.x, b = i ? q.w : q.y;
@@ -89,10 +89,10 @@ template <> struct k3_run<K3_BF16> {
 template <> struct k3_run<K3_F32> {
     enum { QUADS = 2 };
     uint4 q[2];
-    __device__ __forceinline__ void load(const char* rows, uint32_t row, const uint8_t*, uint32_t, uint32_t run, int cols) {
+    __device__ __forceinline__ void load(const char* rows, uint32_t row, const uint8_t*, uint32_t, uint32_t run, uint32_t cols) {
         q[0] = q[1] = make_uint4(0, 0, 0, 0);
-        if ((int)(8 * run) < cols) q[0] = k3_load16(rows + (row + 32 * run));
-        if ((int)(8 * run) + 4 < cols) q[1] = k3_load16(rows + (row + 32 * run + 16));
+        if (8 * run < cols) q[0] = k3_load16(rows + (row + 32 * run));
+        if (8 * run + 4 < cols) q[1] = k3_load16(rows + (row + 32 * run + 16));
     }
     __device__ __forceinline__ void quad(int i, float* w) const {
         w[0] = m_bits(q[i].x);
@@ -108,8 +108,8 @@ template <> struct k3_run<K3_MXFP4> {
     uint32_t exponent = 0;
     // Past the last column the codes of the block before meet zeros, and add nothing to its sum.
     __device__ __forceinline__ void load(const char* rows, uint32_t row, const uint8_t* scales, uint32_t scale_row, uint32_t run,
-                                         int cols) {
-        if ((int)(32 * run) >= cols) return;
+                                         uint32_t cols) {
+        if (32 * run >= cols) return;
         q = k3_stream16(rows + (row + 16 * run));
         exponent = scales[scale_row + run];
     }
@@ -144,23 +144,23 @@ template <int NR> struct k3_tile {
 K3_DEVICE int k3_rows_are_wide(const float* x, int64_t ldx) { return (((uintptr_t)x | (uintptr_t)(4 * ldx)) & 15) == 0; }
 
 // Where quad i of lane l lies in its chunk: neither the copies nor the loads meet in a bank.
-template <int QUADS> K3_DEVICE int k3_quad_place(int i, int lane) { return 32 * i + (lane ^ i * (8 / QUADS)); }
+template <int QUADS> K3_DEVICE unsigned k3_quad_place(unsigned i, unsigned lane) { return 32 * i + (lane ^ i * (8 / QUADS)); }
 
 // Starts copying COLUMNS columns of all rows, from `first` on.
 template <int QUADS, int COLUMNS, int NR>
-K3_DEVICE void k3_copy_slab(float4* slab, const k3_tile<NR>& tile, int first, int cols) {
+K3_DEVICE void k3_copy_slab(float4* slab, const k3_tile<NR>& tile, unsigned first, unsigned cols) {
     enum { EACH = COLUMNS / 4, CHUNK = 32 * QUADS };                   // quads of a row, of a chunk
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < NR * EACH; i += K3_DOT_THREADS) {
-        const int row = (int)(i / EACH), q = (int)(i % EACH), column = first + 4 * q, in_chunk = (int)(i % CHUNK);
+        const unsigned row = i / EACH, in_chunk = i % CHUNK, column = first + 4 * (i % EACH);
         if (column - 4 * in_chunk >= cols) continue;                   // a chunk that nobody reads
-        float4* to = slab + i - in_chunk + k3_quad_place<QUADS>(i % QUADS, i % CHUNK / QUADS);
-        const int n = tile.x[row] ? max(0, min(4, cols - column)) : 0;
+        float4* to = slab + i - in_chunk + k3_quad_place<QUADS>(in_chunk % QUADS, in_chunk / QUADS);
+        const unsigned n = tile.x[row] && column < cols ? min(4u, cols - column) : 0;
         const float* from = n ? tile.x[row] + column : tile.x[0];
         if (tile.wide) {
             k3_copy16(to, from, 4 * n);
         } else {
-            for (int k = 0; k < 4; ++k) k3_copy4((float*)to + k, k < n ? from + k : tile.x[0], k < n ? 4 : 0);
+            for (unsigned k = 0; k < 4; ++k) k3_copy4((float*)to + k, k < n ? from + k : tile.x[0], k < n ? 4 : 0);
         }
     }
 }
@@ -173,47 +173,42 @@ K3_DEVICE void k3_copy_slab(float4* slab, const k3_tile<NR>& tile, int first, in
 template <int DT, int NO, int NR>
 K3_DEVICE void k3_dot(const k3_matrix& w, const k3_tile<NR>& tile, float* sum /*[NO * NR]*/) {
     typedef k3_run<DT> Run;
-    enum { QUADS = Run::QUADS, COLUMNS = k3_slab<DT, NR>::COLUMNS, CHUNKS = COLUMNS / k3_slab<DT, NR>::CHUNK, ROW = COLUMNS / 4 };
+    typedef k3_slab<DT, NR> Slab;
+    enum { QUADS = Run::QUADS, CHUNK = Slab::CHUNK, COLUMNS = Slab::COLUMNS, CHUNKS = COLUMNS / CHUNK };
     enum { DEEP = DT == K3_F32 || (DT == K3_MXFP4 && NR > 1) ? 1 : 8 / NO, AHEAD = DEEP < CHUNKS ? DEEP : CHUNKS };
-    float4* slabs = reinterpret_cast<float4*>(k3_dyn);                 // [2][NR * ROW]
-    const int cols = (int)w.cols;
-    const unsigned chunks = (unsigned)(cols + k3_slab<DT, NR>::CHUNK - 1) / k3_slab<DT, NR>::CHUNK;
+    float4* slabs = reinterpret_cast<float4*>(k3_dyn);                 // [2][NR][COLUMNS / 4]
+    const unsigned cols = (unsigned)w.cols;
     const int first = min(tile.template out<NO>(), (int)w.rows - 1);   // outputs past the last repeat it
     const char* rows = (const char*)w.data + first * w.pitch;
     const uint8_t* scales = w.scale + (int64_t)first * (cols / 32);
-    uint32_t row[NO], scale_row[NO];                                   // relative to those, in bytes
-#pragma unroll
-    for (int o = 0; o < NO; ++o) {
-        const uint32_t r = (uint32_t)min(o, (int)w.rows - 1 - first);
-        row[o] = r * (uint32_t)w.pitch;
-        scale_row[o] = r * ((uint32_t)cols / 32);
-    }
     Run run[AHEAD][NO];
-    const auto load = [&](int a, unsigned chunk) {
+    const auto load = [&](int a, unsigned column) {
 #pragma unroll
-        for (int o = 0; o < NO; ++o) run[a][o].load(rows, row[o], scales, scale_row[o], 32 * chunk + k3_lane(), cols);
+        for (int o = 0; o < NO; ++o) {
+            const uint32_t r = (uint32_t)min(o, (int)w.rows - 1 - first);
+            run[a][o].load(rows, r * (uint32_t)w.pitch, scales, r * (cols / 32), column / (4 * QUADS) + k3_lane(), cols);
+        }
     };
-#pragma unroll
-    for (int a = 0; a < AHEAD; ++a) load(a, a);
-#pragma unroll
-    for (int i = 0; i < NO * NR; ++i) sum[i] = 0.0f;
-
-    const auto copy = [&](unsigned slab) {
-        k3_copy_slab<QUADS, COLUMNS, NR>(slabs + slab % 2 * (NR * ROW), tile, (int)slab * COLUMNS, cols);
+    const auto copy = [&](unsigned column) {
+        k3_copy_slab<QUADS, COLUMNS, NR>(slabs + column / COLUMNS % 2 * (NR * COLUMNS / 4), tile, column, cols);
         k3_copy_commit();
     };
+#pragma unroll
+    for (int a = 0; a < AHEAD; ++a) load(a, a * CHUNK);
+#pragma unroll
+    for (int i = 0; i < NO * NR; ++i) sum[i] = 0.0f;
     __syncthreads();                                                   // the slabs are free
     copy(0);
-    for (unsigned base = 0; base < chunks; base += AHEAD) {
-        if (base % CHUNKS == 0) {
+    for (unsigned column = 0; column < cols; column += AHEAD * CHUNK) {
+        if (column % COLUMNS == 0) {
             k3_copy_wait<0>();
             __syncthreads();                                           // this slab is there, the other one has been read
-            if (base + CHUNKS < chunks) copy(base / CHUNKS + 1);
+            if (column + COLUMNS < cols) copy(column + COLUMNS);
         }
-        const float4* at = slabs + base / CHUNKS % 2 * (NR * ROW) + base % CHUNKS * (32 * QUADS);
+        const float4* at = slabs + column / COLUMNS % 2 * (NR * COLUMNS / 4) + column % COLUMNS / 4;
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
-            if (base + a >= chunks) break;
+            if (column + a * CHUNK >= cols) break;
             float block[NO * NR], scale[NO];
             float* to = DT == K3_MXFP4 ? block : sum;
             if constexpr (DT == K3_MXFP4) {
@@ -227,11 +222,11 @@ K3_DEVICE void k3_dot(const k3_matrix& w, const k3_tile<NR>& tile, float* sum /*
                 float v[NO][4];
 #pragma unroll
                 for (int o = 0; o < NO; ++o) run[a][o].quad(i, v[o]);
-                if (i == QUADS - 1) load(a, base + a + AHEAD);         // all are decoded, so the registers are free
-                const float4* here = at + a * (32 * QUADS) + k3_quad_place<QUADS>(i, (int)k3_lane());
+                if (i == QUADS - 1) load(a, column + (a + AHEAD) * CHUNK);  // all are decoded, so the registers are free
+                const float4* here = at + a * (CHUNK / 4) + k3_quad_place<QUADS>(i, k3_lane());
 #pragma unroll
                 for (int r = 0; r < NR; ++r) {
-                    const float4 u = here[r * ROW];
+                    const float4 u = here[r * (COLUMNS / 4)];
 #pragma unroll
                     for (int o = 0; o < NO; ++o) {
                         float& s = to[o * NR + r];
@@ -289,7 +284,7 @@ template <int NO, int NR, class F> K3_DEVICE void k3_put_tile(const k3_tile<NR>&
 
 // y = x W^T.
 template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_product(const k3_tile<NR>& tile) {
-    __syncthreads();                                                   // the tile is known
+    __syncthreads();  // the tile is known
     float sum[NO * NR];
     k3_tile_sums<NO, NR, MXFP4>(tile.w[0], tile, sum);
     k3_put_tile<NO, NR>(tile, sum, [](float& y, float v) { y = v; });
@@ -298,7 +293,7 @@ template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_product(const k3_tile<NR
 // y = SiTU(x Wgate^T, x Wup^T).  The gate waits in y.
 template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_situ_product(const k3_tile<NR>& tile, float beta, float linear_beta) {
     __syncthreads();
-#pragma unroll 1
+#pragma unroll
     for (int m = 0; m < 2; ++m) {
         float sum[NO * NR];
         k3_tile_sums<NO, NR, MXFP4>(tile.w[m], tile, sum);

@@ -77,7 +77,8 @@ class _Part:
         name = self.session.name
         if name not in str(error):
             error.args = (f"{name}: {error}", *error.args[1:])
-        # Without the stack: it would keep the batch alive as long as the error.
+        # Without the stack, which would keep the batch alive as long as the error.
+        error.__context__ = None
         self.result = error.with_traceback(None)
 
     def begin(self, read: Callable[[SessionCore, Any], Given], scratch: Scratch) -> None:
@@ -111,16 +112,16 @@ def _run(
     give_back: Callable[[], Any] = functools.partial(list, map(Owner.__exit__, owners))
     try:
         ready = _take(owners, parts)
+        scratch = _borrow(model, min(len(ready), CHUNK_ROWS))
         try:
-            scratch = _borrow(model, min(len(ready), CHUNK_ROWS))
             for part in ready:
                 try:
                     part.begin(read, scratch)
                 except K3Error as error:
                     part.fail(error)
             _passes(model, scratch, ready)
-            _bring_back(model, scratch)
         finally:
+            _bring_back(model, scratch)
             for part in ready:
                 part.session._active, part.session._batch = False, None
     finally:

@@ -136,7 +136,8 @@ class Comparison:
 def compare_traces(a: Trace, b: Trace, bound: float = 1e-4) -> Comparison:
     """Compare two traces of the same tokens.
 
-    Values are compared row by row, layer by layer; what only one trace has is left out.  A difference counts relative
+    Values are compared row by row, layer by layer; what only one trace has is left out, and so are the
+    rows that the head has seen on one side only.  A difference counts relative
     to the largest value that the two have in that layer, over all rows.
 
     Parameters
@@ -450,6 +451,8 @@ class _Tally:
                     rows, scale = _experts(x, y), 1.0
                 else:
                     rows, scale = _apart(x, y)
+                    if name in AFTER:  # a row that one side's head has not seen
+                        rows[np.isnan(x).all(1) | np.isnan(y).all(1)] = np.nan
                     if other is not None:
                         rows[other[:, j]] = 0  # of other experts: said by route_ids
                 key = (None if single else layers[j], name)

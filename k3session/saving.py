@@ -65,6 +65,8 @@ class SaveJob:
         self._asked = False
         self._done = threading.Event()
         self._previous: SaveJob | None = None
+        self._inline = False
+        self._writer: int | None = None
         self._key = os.path.realpath(self.path) if "\0" not in self.path else self.path
         _alive.add(self)
 
@@ -123,7 +125,7 @@ class SaveJob:
 
     def run(self) -> int:
         """Write in this thread."""
-        self._asked = True
+        self._asked = self._inline = True
         try:
             self._queue()
             self._write_in_turn(self._take())
@@ -173,10 +175,17 @@ class SaveJob:
         self._end(error)
 
     def _write_in_turn(self, write: Callable[[], int] | None) -> None:
-        while self._previous is not None:
-            self._previous._done.wait()
-            # One that was given up while it waited leaves those before it to us.
-            self._previous = self._previous._previous
+        self._writer = threading.get_ident()
+        # One that was given up while it waited leaves those before it to us, hence the whole chain.
+        at, passed_over = self._previous, None
+        while at is not None:
+            if at._writer == self._writer or (at._inline and self._inline):
+                # Two callers who both wait for the disk, or one inside the other: whoever is done first is first.
+                passed_over = passed_over or at
+            else:
+                at._done.wait()
+            at = at._previous
+        self._previous = passed_over
         if write is not None:
             self._size = write()
 

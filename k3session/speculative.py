@@ -128,6 +128,11 @@ def speculate(
     if isinstance(draft, bool) or not isinstance(draft, int) or not 1 <= draft < CHUNK_ROWS:
         raise ConfigError(f"draft is {draft!r}; expected a number of tokens from 1 to {CHUNK_ROWS - 1}")
     session._check_open()
+    if isinstance(drafter, SessionDrafter) and drafter.session._vocab != session._vocab:
+        raise ConfigError(
+            f"the drafter's model has a vocabulary of {drafter.session._vocab} tokens, and the session's has "
+            f"{session._vocab}; expected the same tokens in both"
+        )
     generation = Generation(session, max_tokens, sampling, stop, tokenizer)
     begin = getattr(drafter, "begin", None)
     if begin is not None:

@@ -92,7 +92,7 @@ class Trace:
     ...     with s.trace(what=["route_ids", "kda_decay"]) as trace:
     ...         _ = s.prefill([82, 79, 77])
     >>> trace["kda_decay"].shape, trace.at("kda_decay", 0).shape
-    ((3, 8, 192), (3, 192))
+    ((3, 8, 128), (3, 128))
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from golden_data import GOLDEN, TINY
 from session_tools import contents, prompt, same, same_sessions, step_all, unchanged
 
 import k3session as k3
+from k3session._core.state import Timeline
 from k3session.marks import Point, fitting
 from k3session.snapshot_file import SnapshotReader, serialize
 from k3session.synth import synth
@@ -367,7 +368,7 @@ def test_across_embeddings_there_is_no_way(model: k3.Model) -> None:
 def test_marks_behind_other_embeddings_are_not_on_the_way(model: k3.Model) -> None:
     rows = np.random.default_rng(0).normal(size=(2, 6, 64)).astype(np.float32)
     with opened(model, marks=False) as session:
-        marks = []
+        marks: list[k3.Mark] = []
         for part in (rows[0], rows[1], rows[0]):
             session.rewind(0)
             session.prefill(part)
@@ -725,8 +726,8 @@ def test_the_sum_never_exceeds_the_budget(model: k3.Model) -> None:
                 ids.pop(n)
             for one in family:
                 assert one._points.nbytes <= budget
-                at = [p.position for p in one._points]
-                assert at == sorted(set(at)) and (not at or at[-1] <= one.position)
+                where = [p.position for p in one._points]
+                assert where == sorted(set(where)) and (not where or where[-1] <= one.position)
         for one, past in zip(family, ids, strict=True):
             same(contents(one), straight(model, past))
             assert only_marks_keep(one) <= budget
@@ -846,6 +847,20 @@ def test_marks_travel(model: k3.Model, tmp_path: Path, latent: str, way: str) ->
                 same(contents(fork), straight(model, [*IDS[:position], 1, 2, 3], latent=latent))
         again.step(2)
         same(contents(again), straight(model, [*IDS, 1, 2], latent=latent))
+
+
+@pytest.mark.skipif(not hasattr(Timeline, "earlier"), reason="needs Timeline.earlier")
+def test_marks_of_a_snapshot_share_its_latent_rows(s: k3.Session, model: k3.Model, tmp_path: Path) -> None:
+    s.step(1)
+    s.save(tmp_path / "a.k3s", marks=True)
+    with k3.Session.load(model, tmp_path / "a.k3s") as session:
+        session.step(2)
+        points = session._points.points
+        assert [p.nbytes for p in points] == [
+            FIXED + ROW + page_bytes()
+        ] * 5  # 60 and 61 in a page of 64 rows
+        assert only_marks_keep(session) == 5 * (FIXED + ROW)
+        assert session._timeline.own_bytes >= session.nbytes - page_bytes()
 
 
 def test_marks_of_a_snapshot_within_the_budget(s: k3.Session, model: k3.Model, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import functools
 import operator
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -135,7 +135,7 @@ class Branches(Snapshots):
             found = {0: "start"}
             if self._is_intact():
                 found.setdefault(self._timeline.position, "now")
-            found |= {p.position: p.kind for p in self._points}
+                found |= {p.position: p.kind for p in self._points}
             for mark, point in self._own_marks():
                 if mark.label is not None:
                     found[point.position] = mark.label
@@ -143,7 +143,7 @@ class Branches(Snapshots):
                     found[point.position] = "mark"
             return sorted(found.items())
 
-    def rewind(self, to: Mark | int, *, max_replay: int | None = None) -> int:
+    def rewind(self, to: Mark | SupportsIndex, *, max_replay: int | None = None) -> int:
         """Go back to a mark or a position; the session is then one that never went further, bit for bit.
 
         The state is taken from the nearest mark at or before the position, automatic or the caller's, or from

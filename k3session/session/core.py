@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ from k3session.trace import Trace
 
 if TYPE_CHECKING:
     from k3session.model import Model
+    from k3session.session import Session
     from k3session.session.drafts import Draft
 
 __all__ = ["SessionCore"]
@@ -119,7 +120,7 @@ class SessionCore:
         self._marks: Alive[Mark] = Alive()
         self._origin: Origin | None = None
         self._birth = next_serial()
-        model._register(self)
+        model._register(cast("Session", self))
         _alive.add(self)
         self._closed = False
 
@@ -364,7 +365,7 @@ class SessionCore:
             for mark in self._marks:
                 mark._end(f"{self.name} has been closed")
             self._points = NO_POINTS
-            self._model._forget(self)
+            self._model._forget(cast("Session", self))
             self._closed = True
             self._timeline = self._scratch = self._decoder = None
             self._ids = self._one = _NO_IDS

@@ -213,7 +213,7 @@ class Inspection(Drafts):
         ...         _ = s.prefill([82, 79, 77])
         ...         _ = s.step(69)
         >>> len(trace), trace["attn_out"].shape, trace.positions.tolist()
-        (2, (4, 2, 256), [0, 1, 2, 3])
+        (2, (4, 2, 128), [0, 1, 2, 3])
         """
         names = wanted_names(what)
         depth = self._model.config.num_hidden_layers
