@@ -36,9 +36,13 @@ from k3session.generation import Generated
 from k3session.marks import Kept, Mark, Marks
 from k3session.model import Model
 from k3session.sampling import Sampling
+from k3session.saving import SaveJob
+from k3session.score import Score
 from k3session.session import Session
 from k3session.session.drafts import Draft
 from k3session.snapshot import LayerSnapshot, MarkSnapshot, Snapshot
+from k3session.stats import Stats
+from k3session.trace import Trace
 
 _logging.getLogger("k3session").addHandler(_logging.NullHandler())
 
@@ -65,11 +69,15 @@ __all__ = [
     "PassCancelled",
     "RewindError",
     "Sampling",
+    "SaveJob",
+    "Score",
     "Session",
     "SessionBusyError",
     "Snapshot",
     "SnapshotCorruptError",
     "SnapshotError",
     "SnapshotMismatchError",
+    "Stats",
+    "Trace",
     "__version__",
 ]

@@ -107,6 +107,19 @@ def _run(
 ) -> list[Row]:
     model._check_open()
     parts = _parts(model, pairs, what)
+    _together(model, parts, read)
+    failed = [p.result for p in parts if isinstance(p.result, Exception)]
+    if failed:
+        said = "; ".join(map(str, failed[:3])) + ("" if len(failed) <= 3 else "; and others")
+        raise BatchError(
+            f"{len(failed)} of the {len(parts)} sessions of a batch failed, and the others have gone on: {said}",
+            [p.result for p in parts],
+        )
+    return [p.result for p in parts if isinstance(p.result, np.ndarray)]
+
+
+def _together(model: Model, parts: list[_Part], read: Callable[[SessionCore, Any], Given]) -> None:
+    """Run the batch; then every part has its result."""
     owners: list[Owner] = []
     # Taking and giving back are one call each, in which no code in Python runs: Ctrl-C comes before it or after it.
     give_back: Callable[[], Any] = functools.partial(list, map(Owner.__exit__, owners))
@@ -126,14 +139,6 @@ def _run(
                 part.session._active, part.session._batch = False, None
     finally:
         give_back()
-    failed = [p.result for p in parts if isinstance(p.result, Exception)]
-    if failed:
-        said = "; ".join(map(str, failed[:3])) + ("" if len(failed) <= 3 else "; and others")
-        raise BatchError(
-            f"{len(failed)} of the {len(parts)} sessions of a batch failed, and the others have gone on: {said}",
-            [p.result for p in parts],
-        )
-    return [p.result for p in parts if isinstance(p.result, np.ndarray)]
 
 
 def _parts(model: Model, pairs: Iterable[tuple[Any, Any]], what: str) -> list[_Part]:

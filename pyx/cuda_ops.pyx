@@ -422,7 +422,8 @@ cdef class CudaOps(Ops):
         r.mode = EAGER
         if note(r, k3_enter(r.gpu, &r.before), "cuCtxSetCurrent", -1) != 0:
             return r.status
-        if not shape.traced:
+        # Where each launch is waited for, so that an error names its kernel, nothing is recorded.
+        if not shape.traced and not r.gpu.waits:
             r.recording = self.find(shape)
             r.mode = REPLAY if r.recording.n > 0 else RECORD
         r.cuda.replaying = r.mode == REPLAY

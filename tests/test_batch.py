@@ -34,7 +34,7 @@ def crowd(model: k3.Model, n: int, **options: Any) -> Iterator[list[k3.Session]]
             latent = "bf16" if i % 3 == 2 else "fp32"
             session = stack.enter_context(model.session(latent=latent, **options))
             if i % 4 != 3:
-                session.prefill(prompt(3 + 7 * i, seed=i))
+                session.prefill(prompt(3 + 7 * (i % 12), seed=i))
             sessions.append(session)
         yield sessions
 
@@ -88,9 +88,17 @@ def test_the_order_and_the_companions_do_not_matter(model: k3.Model) -> None:
         assert len(expected) == 9
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1,), (5, 1, 9), (128, 1), (200, 3, 1, 40, 130), (1,) * 140, (300,) * 3], ids=str
-)
+SIZES = {
+    "one": (1,),
+    "three": (5, 1, 9),
+    "full": (128, 1),
+    "mixed": (200, 3, 1, 40, 130),
+    "more than a pass has rows": (1,) * 140,
+    "long": (300,) * 3,
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_prompts_of_any_lengths(model: k3.Model, sizes: tuple[int, ...]) -> None:
     with crowd(model, len(sizes)) as sessions, twins(sessions) as alone:
         prompts = [prompt(n, seed=i) for i, n in enumerate(sizes)]
@@ -375,7 +383,7 @@ def test_a_failure_keeps_nothing_alive(model: k3.Model) -> None:
 
 def test_one_session_is_cancelled(model: k3.Model) -> None:
     with crowd(model, 3) as sessions, twins(sessions) as alone:
-        ids = prompt(3000)
+        ids = prompt(1200)
         results: list[Any] = []
 
         def run() -> None:
@@ -386,14 +394,14 @@ def test_one_session_is_cancelled(model: k3.Model) -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        time.sleep(0.05)
+        time.sleep(0.02)
         began = time.perf_counter()
         while not sessions[1].cancel():
             time.sleep(0.001)
             assert time.perf_counter() - began < 20
         thread.join()
         assert isinstance(results[1], k3.PassCancelled) and results[1].position == sessions[1].position
-        assert 0 <= sessions[1].position - alone[1].position < 3000
+        assert 0 <= sessions[1].position - alone[1].position < 1200
         alone[1].prefill(ids[: sessions[1].position - alone[1].position])
         for i in (0, 2):
             assert np.array_equal(results[i], alone[i].prefill(ids))
@@ -594,4 +602,4 @@ def test_passes_are_full(model: k3.Model) -> None:
         finally:
             model._decoder = real
     assert [sum(r) for r in rows] == [CHUNK_ROWS, CHUNK_ROWS, 300 + 2 + 60 - 2 * CHUNK_ROWS]
-    assert rows[0] == (66, 2, 60)
+    assert rows[0] == (84, 2, 42)

@@ -183,6 +183,8 @@ def test_a_mark_on_another_way_is_still_there(s: k3.Session, model: k3.Model) ->
         assert {16, 22, 35} <= {p for p, _ in s.reachable()}
         s.step(number)
         same(contents(s), straight(model, [*IDS[:22], *ways[number], number]))
+        s.rewind(35)  # automatic marks of the other ways are none of this one
+        same(contents(s), straight(model, [*IDS[:22], *ways[number]]))
     s.rewind(0)
     s.rewind(marks[3])
     same(contents(s), straight(model, [*IDS[:22], *ways[3]]))
@@ -398,6 +400,8 @@ def test_ids_that_were_left_out(s: k3.Session, model: k3.Model) -> None:
         with pytest.raises(k3.RewindError, match="up to 60 came with a snapshot") as error:
             session.rewind(59)
         assert error.value.nearest == 0
+        with session.fork() as fork, pytest.raises(k3.RewindError):
+            fork.rewind(59)
         session.rewind(mark)
         assert (70, "late") in session.reachable()
         session.rewind(0)
@@ -444,6 +448,7 @@ def test_a_failed_session_goes_on_after_a_rewind(nano: Path, tmp_path: Path) -> 
                 with pytest.raises(k3.NonFiniteError, match="accepts only"):
                     session.step(1)
                 back(session, mark)
+                session.mark().close()  # which a failed session refuses
                 session.rewind(20)
                 same(contents(session), expected)
                 with pytest.raises(k3.NonFiniteError, match="as it was"):
@@ -1021,6 +1026,8 @@ def test_state_of_another_instruction_set_is_not_computed_again(
         with pytest.raises(k3.RewindError, match="up to 33 came with a snapshot") as error:
             session.rewind(32)
         assert (error.value.nearest, error.value.cost) == (30, None)
+        with session.fork() as fork, pytest.raises(k3.RewindError):
+            fork.rewind(32)
         assert session.rewind(30) == 0
         session.rewind(20)
         mark = session.mark()

@@ -457,3 +457,47 @@ def test_a_pass_in_another_thread_does_not_take_the_signal(model: k3.Model) -> N
             time.sleep(5)
         (row,) = crowd.join()
         assert isinstance(row, np.ndarray) and session.position == len(ids)
+
+
+def test_forks_of_one_past_in_many_threads(nano: Path) -> None:
+    """Forks share pages and states; each thread goes its own way, forks on, goes back and closes, beside the others."""
+    past = prompt(70)
+
+    with k3.Model.open(nano, device="cpu", threads=1) as model:
+
+        def alone(ids: list[int]) -> Any:
+            with model.session() as s:
+                return s.prefill(ids)
+
+        def work(root: k3.Session, seed: int) -> int:
+            rng = np.random.default_rng(seed)
+            ids, checked = list(past), 0
+            session = root
+            for _ in range(counts(12, 200)):
+                new = rng.integers(0, 97, int(rng.integers(1, 5))).tolist()
+                kind = rng.integers(0, 4)
+                if kind == 0:
+                    child = session.fork()
+                    session.close()
+                    session = child
+                elif kind == 1:
+                    mark = session.mark()
+                    session.prefill(new)
+                    session.rewind(mark)
+                elif kind == 2 and len(ids) > 70:
+                    back = int(rng.integers(60, len(ids)))
+                    session.rewind(back)
+                    ids = ids[:back]
+                session.prefill(new)
+                ids += new
+                checked += 1
+                assert np.array_equal(session.logits, alone(ids))
+            session.close()
+            return checked
+
+        with model.session() as origin:
+            origin.prefill(past)
+            roots = [origin.fork() for _ in range(4)]
+            results = Crowd(*(lambda r=r, i=i: work(r, i) for i, r in enumerate(roots))).join()
+            assert results == [counts(12, 200)] * 4, results
+            assert np.array_equal(origin.logits, alone(past))

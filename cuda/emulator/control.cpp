@@ -131,8 +131,9 @@ Status count_call(const char* entry) {
     return step_plan(name);
 }
 
-Status count_kernel() {
+Status count_kernel(const char* name) {
     ++counters()["kernels"];
+    ++counters()[name];
     return step_plan("kernel");
 }
 

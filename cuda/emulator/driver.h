@@ -212,7 +212,7 @@ uint64_t& counter(const char* name);
 // Counts the call; the status to fail with, or kSuccess.
 Status count_call(const char* entry);
 // The same for the n-th kernel that runs ("kernel"), which fails as if it had faulted.
-Status count_kernel();
+Status count_kernel(const char* name);
 
 // ---- contexts (contexts.cpp) ----
 

@@ -29,7 +29,7 @@ int k3emu_fail(const char* entry, uint64_t nth, int status);
 void k3emu_clear_failures(void);
 size_t k3emu_failures_left(void);        // planned and not met yet
 
-// Calls of an entry point by name, or: allocations, frees, pinned_allocations, launches, graph_launches, kernels,
+// Calls of an entry point by name, runs of a kernel by its own, or: allocations, frees, pinned_allocations, launches, graph_launches, kernels,
 // synchronisations, fills, copies_in, copies_out, copies_within, copies_on_host, bytes_in, bytes_out, bytes_within,
 // bytes_on_host.  What is captured is not counted, kernels are counted when they run.
 uint64_t k3emu_count(const char* name);

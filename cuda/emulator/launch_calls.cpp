@@ -88,7 +88,7 @@ Status launch(Context_* context, const Config& c, const void* handle, void* cons
     Operation operation;
     operation.type = NodeType::kKernel;
     operation.run = [work] {
-        const Status injected = count_kernel();
+        const Status injected = count_kernel(work->kernel->name);
         return injected != kSuccess ? injected : run_launch(*work);
     };
     return enqueue(stream.get(), operation);

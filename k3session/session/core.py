@@ -63,6 +63,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class SessionCore:
     """The passes of a session, what they need, and its end.  See `k3session.Session`."""
 
+    _page_rows = 64  # positions in a latent page; no result depends on it
+
     def __init__(
         self,
         model: Model,
@@ -90,7 +92,9 @@ class SessionCore:
         self._capacity = capacity
         self._latent = latent
         self._decoder: Any = model._open_decoder()
-        self._timeline: Any = self._decoder.timeline(LATENTS[latent]) if timeline is None else timeline
+        self._timeline: Any = (
+            self._decoder.timeline(LATENTS[latent], self._page_rows) if timeline is None else timeline
+        )
         self._fixed_bytes = int(self._timeline.nbytes)  # without latent rows; a fork takes that of its parent
         self._scratch: Any = Scratch(self._decoder, CHUNK_ROWS)
         vocab = model.config.vocab_size
