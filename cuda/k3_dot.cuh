@@ -178,15 +178,15 @@ K3_DEVICE void k3_dot(const k3_matrix& w, const k3_tile<NR>& tile, float* sum /*
     enum { DEEP = DT == K3_F32 || (DT == K3_MXFP4 && NR > 1) ? 1 : 8 / NO, AHEAD = DEEP < CHUNKS ? DEEP : CHUNKS };
     float4* slabs = reinterpret_cast<float4*>(k3_dyn);                 // [2][NR][COLUMNS / 4]
     const unsigned cols = (unsigned)w.cols;
-    const int out = tile.template out<NO>(), outs = (int)w.rows - out; // outputs past the last have no weights
-    const char* rows = (const char*)w.data + out * w.pitch;
-    const uint8_t* scales = w.scale + (int64_t)out * (cols / 32);
+    const int first = min(tile.template out<NO>(), (int)w.rows - 1);   // outputs past the last repeat it
+    const char* rows = (const char*)w.data + first * w.pitch;
+    const uint8_t* scales = w.scale + (int64_t)first * (cols / 32);
     Run run[AHEAD][NO];
     const auto load = [&](int a, unsigned column) {
 #pragma unroll
         for (int o = 0; o < NO; ++o) {
-            run[a][o].load(rows, o * (uint32_t)w.pitch, scales, o * (cols / 32), column / (4 * QUADS) + k3_lane(),
-                           o < outs ? cols : 0);
+            const uint32_t r = (uint32_t)min(o, (int)w.rows - 1 - first);
+            run[a][o].load(rows, r * (uint32_t)w.pitch, scales, r * (cols / 32), column / (4 * QUADS) + k3_lane(), cols);
         }
     };
     const auto copy = [&](unsigned column) {
@@ -294,10 +294,10 @@ template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_product(const k3_tile<NR
 template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_situ_product(const k3_tile<NR>& tile, float beta, float linear_beta) {
     __syncthreads();
 #pragma unroll 1
-    for (int m = 0; m < 2; ++m) {
+    for (const k3_matrix* w = tile.w; w < tile.w + 2; ++w) {
         float sum[NO * NR];
-        k3_tile_sums<NO, NR, MXFP4>(tile.w[m], tile, sum);
-        k3_put_tile<NO, NR>(tile, sum, [&](float& y, float v) { y = m == 0 ? v : k3_situ(y, v, beta, linear_beta); });
+        k3_tile_sums<NO, NR, MXFP4>(*w, tile, sum);
+        k3_put_tile<NO, NR>(tile, sum, [&](float& y, float v) { y = w == tile.w ? v : k3_situ(y, v, beta, linear_beta); });
     }
 }
 

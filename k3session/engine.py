@@ -43,7 +43,7 @@ class Engine:
         isa: str,
         progress: Callable[[str, int, int], object] | None = None,
     ) -> None:
-        self._weights = weights
+        self._weights: Any = weights
         self._device: Device | None = None
         self._memory: DeviceMemory | None = None
         self._tables: DeviceTables | None = None
@@ -53,11 +53,9 @@ class Engine:
         elif self.placement.parts:
             self._load(self.placement, progress)
         split = wanted.prefill_precision == "bf16x2"
-        self.decoder = Decoder(weights, threads, isa, self._tables, split)
+        self.decoder: Any = Decoder(weights, threads, isa, self._tables, split)
 
-    def _automatic(
-        self, wanted: Wanted, progress: Callable[[str, int, int], object] | None
-    ) -> Placement:
+    def _automatic(self, wanted: Wanted, progress: Callable[[str, int, int], object] | None) -> Placement:
         """Everything on the GPU where that can be, else what was asked for by name."""
         placement = wanted.on(gpu=True)
         try:
@@ -89,7 +87,7 @@ class Engine:
             self._tables = tables
             tables.load(self._memory, placement.parts, progress)
         except BaseException:
-            self.close()
+            self._free()
             raise
 
     def _scratch_bytes(self) -> int:
@@ -98,7 +96,11 @@ class Engine:
         return sizes["state_per_session"] + sizes["state_alternate"] + sizes["scratch"]
 
     def close(self) -> None:
-        """Free the device's memory."""
+        """Let go of the weights, and free the device's memory."""
+        self.decoder = self._weights = None
+        self._free()
+
+    def _free(self) -> None:
         tables, self._tables = self._tables, None
         memory, self._memory = self._memory, None
         device, self._device = self._device, None

@@ -58,7 +58,13 @@ class Model:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, wanted: Wanted, threads: int, isa: str, progress: ProgressArgument = False
+        self,
+        checkpoint: Checkpoint,
+        *,
+        wanted: Wanted,
+        threads: int,
+        isa: str,
+        progress: ProgressArgument = False,
     ) -> None:
         report = Progress(progress)
         self._checkpoint: Checkpoint | None = checkpoint
@@ -112,8 +118,8 @@ class Model:
         path
             A folder in the Hugging Face layout.  Not given: the small model that ships in the package.
         device
-            "auto", "cpu", "cuda" or "cuda:N".  "auto" takes the first GPU where that can be used and the model fits, and
-            says in the log of ``k3session`` why not; "cuda" raises what stands in the way.
+            "auto", "cpu", "cuda" or "cuda:N".  "auto" takes the first GPU where that can be used and the model fits,
+            and says in the log of ``k3session`` why not; "cuda" raises what stands in the way.
         kda, mla, dense, experts
             "cpu" or "cuda": where these components run (the dense MLP and the shared experts are ``dense``), whatever
             `device` says.  None is the variable ``K3_CUDA_KDA``, ``K3_CUDA_MLA``, ``K3_CUDA_DENSE`` or
@@ -355,4 +361,3 @@ class Model:
         with self._lock:
             self._sessions.discard(session)
             self._past.add(session._counts)
-

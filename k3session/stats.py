@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from k3session._core.state import own_bytes_of
 from k3session.config import K3Config
 
 if TYPE_CHECKING:
@@ -138,9 +139,9 @@ def collect(model: Model, counts: Counts, sessions: Iterable[Session]) -> Stats:
             continue
         held = int(timeline.nbytes)
         state += held
-        own += int(timeline.own_bytes)
         latent += held - session._fixed_bytes
         kept = session._points
+        own += own_bytes_of([timeline, *(point.timeline for point in kept)])
         held_marks = [mark for mark in session._marks if not mark.is_closed]
         marks += len(kept) + len(held_marks)
         mark_bytes += kept.nbytes + sum(mark.nbytes for mark in held_marks)

@@ -4,10 +4,10 @@
 A module that calls these sets the table of entry points with k3_use(driver_table()), which driver.pxd has.
 """
 
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from posix.types cimport pid_t
 
-from k3session._core.c_ops cimport k3_dims, k3_ops
+from k3session._core.c_ops cimport k3_cuda, k3_dims, k3_ops
 
 
 cdef extern from "driver.h" nogil:
@@ -113,4 +113,5 @@ cdef extern from "driver.h" nogil:
 cdef extern from "k3_launch.h" nogil:
     void k3_cuda_ops(k3_ops*) noexcept
     int64_t k3_cuda_work_bytes(const k3_dims*, int64_t) noexcept
+    int k3_cuda_top_k(k3_cuda*, const float*, int64_t, int64_t, int64_t, int32_t*, float*, float*) noexcept
     const char* k3_cuda_kernel(int) noexcept

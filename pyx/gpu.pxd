@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from k3session._core.c_driver cimport k3_gpu
-from k3session._core.c_ops cimport k3_dims, k3_ops
+from k3session._core.c_ops cimport k3_cuda, k3_dims, k3_ops
 
 
 cdef class Context:
@@ -63,3 +63,5 @@ cdef int launch(k3_gpu* gpu, void* stream, int kernel, unsigned int x, unsigned 
 # The launch functions of cuda/, which are linked into this module.
 cdef void cuda_ops(k3_ops* table) noexcept nogil
 cdef int64_t cuda_work_bytes(const k3_dims* dims, int64_t rows) noexcept nogil
+cdef int cuda_top_k(k3_cuda* ctx, const float* logits, int64_t rows, int64_t n, int64_t k, int32_t* ids, float* values,
+                    float* log_sum) noexcept nogil

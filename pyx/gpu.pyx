@@ -11,7 +11,7 @@ import threading
 
 cimport cython
 from cpython.ref cimport PyObject
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from posix.unistd cimport getpid
 
 from k3session._core.c_driver cimport (
@@ -19,10 +19,10 @@ from k3session._core.c_driver cimport (
     K3_CLOSED, K3_MAX_FUNCTIONS, K3_MAX_IMAGES, cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRetain, cuFuncGetAttribute,
     cuFuncLoad, cuFuncSetAttribute, cuKernelGetFunction, cuLibraryGetKernel, cuLibraryLoadData, cuLibraryUnload, cuMemAlloc,
     cuMemFree, cuMemFreeHost, cuMemGetInfo, cuMemHostAlloc, cuMemsetD8Async, cuStreamCreate, cuStreamDestroy,
-    cuStreamSynchronize, k3_call, k3_cuda_kernel, k3_cuda_ops, k3_cuda_work_bytes, k3_gpu, k3_launch, k3_release,
+    cuStreamSynchronize, k3_call, k3_cuda_kernel, k3_cuda_ops, k3_cuda_top_k, k3_cuda_work_bytes, k3_gpu, k3_launch, k3_release,
     k3_status_name, k3_status_text, k3_use,
 )
-from k3session._core.c_ops cimport k3_dims, k3_ops
+from k3session._core.c_ops cimport k3_cuda, k3_dims, k3_ops
 from k3session._core.driver cimport check, count_devices, describe, driver_table, open_driver, out_of_memory, size
 
 from k3session import env, fatbin
@@ -417,3 +417,8 @@ cdef void cuda_ops(k3_ops* table) noexcept nogil:
 
 cdef int64_t cuda_work_bytes(const k3_dims* dims, int64_t rows) noexcept nogil:
     return k3_cuda_work_bytes(dims, rows)
+
+
+cdef int cuda_top_k(k3_cuda* ctx, const float* logits, int64_t rows, int64_t n, int64_t k, int32_t* ids, float* values,
+                    float* log_sum) noexcept nogil:
+    return k3_cuda_top_k(ctx, logits, rows, n, k, ids, values, log_sum)

@@ -16,6 +16,7 @@ from k3session._core.arguments cimport Matrix, Rows, address, check_array, expec
 from k3session._core.c_ops cimport (
     K3_MXFP4,
     k3_cpu,
+    k3_cuda,
     k3_dims,
     k3_kda,
     k3_linear_job,
@@ -27,7 +28,7 @@ from k3session._core.c_ops cimport (
     k3_segment,
 )
 from k3session._core.cuda_ops cimport CudaOps, DeviceMemory
-from k3session._core.gpu cimport Device
+from k3session._core.gpu cimport Device, cuda_top_k
 from k3session._core.memory cimport aligned
 from k3session._core.ops cimport (
     PassShape,
@@ -547,6 +548,21 @@ cdef class Kernels:
         status = self.table.finite(self.table.ctx, self.laid_out(p), p_x, <const int32_t*>self.given(owner), sublayer, R, n)
         self.end(mode, status)
         return p.bad()
+
+    def top_k(self, logits, int64_t k) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each row [R, n] the k largest: ids int32[R, k], values [R, k], and log sum exp [R]; on a GPU only.
+
+        The largest first, of equals the lowest id; k from 1 to 64.
+        """
+        cdef int64_t R = self.count("logits", logits), n = self.d.vocab_size
+        if self.gpu is None or not 1 <= k <= min(n, 64):
+            raise ConfigError(f"top_k: expected a GPU and k from 1 to {min(n, 64)}; found {self.isa} and {k}")
+        p = self.values("logits", logits, (R, n))
+        ids, values, total = np.full((R, k), -1, np.int32), _out((R, k)), _out(R)
+        mode = self.begin()
+        status = cuda_top_k(<k3_cuda*>self.table.ctx, p, R, n, k, <int32_t*>self.made(ids), self.made(values), self.made(total))
+        self.end(mode, status)
+        return ids, values, total
 
 
 def _out(shape) -> np.ndarray:

@@ -8,6 +8,7 @@ from k3session._core.weights cimport Weights
 
 cdef struct Block:                      # conv windows and recurrent matrices of all KDA layers; never changed while shared
     int64_t holders
+    int64_t counted                     # 0 but inside own_bytes_of
     k3_kda_state at
 
 
@@ -18,6 +19,7 @@ cdef struct Slab:                       # a run of latent pages that were alloca
 
 cdef struct Page:                       # latent rows of page_rows positions, of all MLA layers
     int64_t holders                     # timelines that have it in their table
+    int64_t counted                     # 0 but inside own_bytes_of
     int64_t filled                      # rows that somebody may have written: rows from there on are free to take
     Slab* slab
     char* data

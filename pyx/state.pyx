@@ -69,7 +69,7 @@ cdef class Timeline:
     """
 
     def __cinit__(self, Weights weights not None, bint bf16_latent=False, int64_t page_rows=64, Memory kda_memory=None,
-                  Memory mla_memory=None):
+                  Memory mla_memory=None, bint at_start=True):
         if page_rows < 1:
             raise ValueError(f"page_rows is {page_rows}; expected at least 1")
         self.weights = weights
@@ -80,7 +80,8 @@ cdef class Timeline:
         self.seen = <int64_t*>calloc(weights.dims.num_hidden_layers, sizeof(int64_t))
         if self.seen == NULL:
             raise MemoryError("could not allocate the positions of the layers")
-        self.now = new_block(weights, self.kda_memory)
+        if at_start:  # else the caller gives it a state
+            self.now = new_block(weights, self.kda_memory)
 
     def __dealloc__(self):
         self.let_go()
@@ -335,7 +336,7 @@ cdef class Timeline:
     def share(self) -> Timeline:
         """Another timeline that stands at the same point; nothing is copied until one of the two goes on."""
         cdef Timeline other = Timeline.__new__(Timeline, self.weights, self.latent_dtype == K3_BF16, self.page_rows,
-                                               self.kda_memory, self.mla_memory)
+                                               self.kda_memory, self.mla_memory, False)
         other.become(self)
         return other
 
@@ -363,6 +364,37 @@ cdef class Timeline:
         self.position = other.position
         for i in range(self.weights.dims.num_hidden_layers):
             self.seen[i] = other.seen[i]
+
+    def earlier(self, int64_t position, list arrays not None) -> Timeline:
+        """Another timeline, at an earlier position of this one: it shares the latent rows up to there.
+
+        ``arrays`` has the recurrent state at that position as `K3CpuFallbackState.export` gives it, and nothing for
+        layers that have latent rows.
+        """
+        cdef int64_t i, pages = (position + self.page_rows - 1) // self.page_rows
+        cdef K3CpuFallbackState layer
+        cdef Timeline other = Timeline.__new__(Timeline, self.weights, self.latent_dtype == K3_BF16, self.page_rows,
+                                               self.kda_memory, self.mla_memory)
+        if not 0 <= position <= self.position:
+            raise ValueError(f"position is {position}; expected one from 0 to {self.position}")
+        for layer, given in zip(other.layers, arrays, strict=True):
+            a = {name: np.ascontiguousarray(array) for name, array in given.items()}
+            if layer.is_kda:
+                layer.verify(position, a)
+            elif a:
+                raise SnapshotMismatchError(f"layer {layer.layer}: expected no arrays, found {sorted(a)}", {})
+            layer.load(position, a)
+        pages = min(pages, self.n_pages)
+        other.room_for_pages(pages)
+        for i in range(pages):
+            self.pages[i].holders += 1
+            other.pages[i] = self.pages[i]
+            other.addresses[i] = self.addresses[i]
+        other.n_pages = pages
+        other.position = position
+        for i in range(self.weights.dims.num_hidden_layers):
+            other.seen[i] = position
+        return other
 
     @property
     def own_bytes(self) -> int:
@@ -395,6 +427,26 @@ cdef class Timeline:
         for i in range(self.weights.dims.num_hidden_layers):
             fresh.seen[i] = position
         self.become(fresh)
+
+
+def own_bytes_of(list timelines not None) -> int:
+    """Bytes of state that no timeline but these holds, each counted once."""
+    cdef Timeline t
+    cdef int64_t i, total = 0
+    cdef list several = list({id(t): t for t in timelines}.values())
+    for t in several:
+        t.now.counted += 1
+        for i in range(t.n_pages):
+            t.pages[i].counted += 1
+    for t in several:
+        if t.now.counted == t.now.holders:
+            total += t.block_bytes()
+        t.now.counted = 0
+        for i in range(t.n_pages):
+            if t.pages[i].counted == t.pages[i].holders:
+                total += t.page_bytes()
+            t.pages[i].counted = 0
+    return total
 
 
 cdef class K3CpuFallbackState:

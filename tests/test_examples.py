@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the examples are 
 SHOWN = {
     "streaming.py": r"ROMEO\.\n[^\[]{10,}\n\[stop at position \d+\]\n\nJULIET\.\n[^\[]{10,}\n\[stop at position \d+\]",
     "logits_hook.py": r"\[\d{2,} characters, 0 times the letter e\]",
+    "asyncio_server.py": r"ROMEO\. .{10,} \[to the end\]\nJULIET\. .{10,} \[to the end\]\nNURSE\. .+ \[no more .+\]",
     "resume_after_kill.py": r"resume is exact\n.+ \|\| .+\nThe same \d+ tokens as without the kill\.",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from device import ON_GPU
 from ops_tools import (
     Array,
     bf16_values,
@@ -160,3 +161,21 @@ def test_bf16_rounding_of_the_test_weights() -> None:
     bits = np.array([[0x3F80, 0xC049, 0x0001, 0x7F7F]], np.uint16)
     np.testing.assert_array_equal(bf16_values(bits)[0], [1, -3.140625, 2.0**-133, (2 - 2.0**-7) * 2.0**127])
     assert moved(bits, 1).__array_interface__["data"][0] % 2 == 1
+
+
+@pytest.mark.skipif(not ON_GPU, reason="an op of the GPU alone")
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (97, 5), (5000, 64)])
+def test_top_k(n: int, k: int) -> None:
+    rng = np.random.default_rng(n)
+    logits = normal(rng, 3, n)
+    logits[1] = np.round(logits[1])  # ties: the lowest id wins
+    op = make("cuda", vocab_size=n)
+    ids, values, total = op.top_k(logits, k)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :k]
+    assert np.array_equal(ids, order)
+    assert np.array_equal(values, np.take_along_axis(logits, order, 1))
+    exact = np.log(np.exp(logits.astype(np.float64)).sum(1))
+    assert np.abs(total - exact).max() < 1e-5 * max(1.0, np.abs(exact).max())
+    for r in range(3):
+        alone = op.top_k(logits[r : r + 1], k)
+        assert np.array_equal(alone[2][0], total[r])

@@ -20,7 +20,6 @@ from golden_data import GOLDEN, TINY
 from session_tools import contents, prompt, same, same_sessions, step_all, unchanged
 
 import k3session as k3
-from k3session._core.state import Timeline
 from k3session.marks import Point, fitting
 from k3session.snapshot_file import SnapshotReader, serialize
 from k3session.synth import synth
@@ -854,7 +853,6 @@ def test_marks_travel(model: k3.Model, tmp_path: Path, latent: str, way: str) ->
         same(contents(again), straight(model, [*IDS, 1, 2], latent=latent))
 
 
-@pytest.mark.skipif(not hasattr(Timeline, "earlier"), reason="needs Timeline.earlier")
 def test_marks_of_a_snapshot_share_its_latent_rows(s: k3.Session, model: k3.Model, tmp_path: Path) -> None:
     s.step(1)
     s.save(tmp_path / "a.k3s", marks=True)

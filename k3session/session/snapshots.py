@@ -379,24 +379,12 @@ class Snapshots(SessionCore):
                 raise SnapshotMismatchError(
                     f"{name}: its mark at {at} does not fit the session", {"marks": (at, None)}
                 )
-            state = _earlier(whole, snapshot, mark)
+            state = whole.earlier(at, [layer.arrays() for layer in mark.layers])
             within = origin is not None and at < origin.position
             history["origin"] = Origin(at) if within else origin
             points.append(self._point_at(state, None if row is None else row.copy(), mark.kind, **history))
             before = at
         return Points(fitting(points, snapshot.position, self._policy.budget))
-
-
-def _earlier(whole: Any, snapshot: Snapshot, mark: MarkSnapshot) -> Any:
-    arrays = [layer.arrays() for layer in mark.layers]
-    if hasattr(whole, "earlier"):
-        return whole.earlier(mark.position, arrays)
-    for given, layer in zip(arrays, snapshot.layers, strict=True):
-        if layer.latent is not None:
-            given["latent"] = layer.latent[: mark.position]
-    state = whole.share()
-    state.replace(mark.position, arrays)
-    return state
 
 
 class _Stated(NamedTuple):
