@@ -111,7 +111,7 @@ template <> struct k3_run<K3_MXFP4> {
                                          uint32_t cols) {
         if (32 * run >= cols) return;
         q = k3_stream16(rows + (row + 16 * run));
-        exponent = scales[scale_row + run];
+        exponent = __ldg(scales + (scale_row + run));
     }
     __device__ __forceinline__ float scale() const { return e8m0_to_f32((uint8_t)exponent); }
     // Of the FP16 number of a code only the upper byte is not zero: a permutation finds it among eight.  Another one,
@@ -175,19 +175,23 @@ K3_DEVICE void k3_dot(const k3_matrix& w, const k3_tile<NR>& tile, float* sum /*
     typedef k3_run<DT> Run;
     typedef k3_slab<DT, NR> Slab;
     enum { QUADS = Run::QUADS, CHUNK = Slab::CHUNK, COLUMNS = Slab::COLUMNS, CHUNKS = COLUMNS / CHUNK };
-    enum { DEEP = DT == K3_F32 || (DT == K3_MXFP4 && NR > 1) ? 1 : 8 / NO, AHEAD = DEEP < CHUNKS ? DEEP : CHUNKS };
+    enum { DEEP = DT == K3_F32 || NR > (DT == K3_MXFP4 ? 1 : 4) ? 1 : 8 / NO, AHEAD = DEEP < CHUNKS ? DEEP : CHUNKS };
     float4* slabs = reinterpret_cast<float4*>(k3_dyn);                 // [2][NR][COLUMNS / 4]
     const unsigned cols = (unsigned)w.cols;
     const int first = min(tile.template out<NO>(), (int)w.rows - 1);   // outputs past the last repeat it
     const char* rows = (const char*)w.data + first * w.pitch;
     const uint8_t* scales = w.scale + (int64_t)first * (cols / 32);
+    uint32_t row[NO], scale_row[NO];                                   // relative to those, in bytes
+#pragma unroll
+    for (int o = 0; o < NO; ++o) {
+        const uint32_t r = (uint32_t)min(o, (int)w.rows - 1 - first);
+        row[o] = r * (uint32_t)w.pitch;
+        scale_row[o] = r * (cols / 32);
+    }
     Run run[AHEAD][NO];
     const auto load = [&](int a, unsigned column) {
 #pragma unroll
-        for (int o = 0; o < NO; ++o) {
-            const uint32_t r = (uint32_t)min(o, (int)w.rows - 1 - first);
-            run[a][o].load(rows, r * (uint32_t)w.pitch, scales, r * (cols / 32), column / (4 * QUADS) + k3_lane(), cols);
-        }
+        for (int o = 0; o < NO; ++o) run[a][o].load(rows, row[o], scales, scale_row[o], column / (4 * QUADS) + k3_lane(), cols);
     };
     const auto copy = [&](unsigned column) {
         k3_copy_slab<QUADS, COLUMNS, NR>(slabs + column / COLUMNS % 2 * (NR * COLUMNS / 4), tile, column, cols);
@@ -294,10 +298,10 @@ template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_product(const k3_tile<NR
 template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_situ_product(const k3_tile<NR>& tile, float beta, float linear_beta) {
     __syncthreads();
 #pragma unroll 1
-    for (const k3_matrix* w = tile.w; w < tile.w + 2; ++w) {
+    for (int m = 0; m < 2; ++m) {
         float sum[NO * NR];
-        k3_tile_sums<NO, NR, MXFP4>(*w, tile, sum);
-        k3_put_tile<NO, NR>(tile, sum, [&](float& y, float v) { y = w == tile.w ? v : k3_situ(y, v, beta, linear_beta); });
+        k3_tile_sums<NO, NR, MXFP4>(tile.w[m], tile, sum);
+        k3_put_tile<NO, NR>(tile, sum, [&](float& y, float v) { y = m == 0 ? v : k3_situ(y, v, beta, linear_beta); });
     }
 }
 

@@ -81,6 +81,7 @@ def speculate(
     draft: int = 8,
     stop: str | Sequence[str] = (),
     tokenizer: TokenizerLike | None = None,
+    logprobs: int = 0,
 ) -> Speculation:
     """Continue a session with tokens of its model's own, several of them from one pass where the drafter guesses well.
 
@@ -95,13 +96,13 @@ def speculate(
         `NgramDrafter`, `SessionDrafter`, or any object with ``draft(tokens, n)``; see `Drafter`.
     draft
         The most tokens that the drafter is asked for at once, from 1 to 127; what it gives beyond is left out.
-    max_tokens, sampling, stop, tokenizer
+    max_tokens, sampling, stop, tokenizer, logprobs
         As in `Session.generate`.
 
     Yields
     ------
     Generated
-        token, position, text, logprob, finish_reason, seconds.
+        token, position, text, logprob, finish_reason, seconds, top.
 
     Raises
     ------
@@ -133,7 +134,7 @@ def speculate(
             f"the drafter's model has a vocabulary of {drafter.session._vocab} tokens, and the session's has "
             f"{session._vocab}; expected the same tokens in both"
         )
-    generation = Generation(session, max_tokens, sampling, stop, tokenizer)
+    generation = Generation(session, max_tokens, sampling, stop, tokenizer, logprobs)
     begin = getattr(drafter, "begin", None)
     if begin is not None:
         begin(generation.sampling)

@@ -63,6 +63,7 @@ cdef class CudaOps(Ops):
     cdef Recording* recordings
     cdef int64_t n_recordings
     cdef uint64_t clock
+    cdef bint split_activations         # in passes of one session
     cdef PinnedBuffer mail_host
     cdef DeviceBuffer mail_here, work
     cdef char* pinned

@@ -347,7 +347,7 @@ cdef class CudaOps(Ops):
         self.table.ctx = r
         self.table.read, self.table.write, self.table.submit = read_op, write_op, submit_op
         r.cuda.launch = launch_or_record
-        r.cuda.split_activations = split_activations
+        self.split_activations = split_activations
         r.gpu, r.stream = self.stream.gpu, self.stream.handle
         self.recordings = <Recording*>calloc(MAX_RECORDINGS, sizeof(Recording))
         if self.recordings == NULL:
@@ -427,6 +427,8 @@ cdef class CudaOps(Ops):
             r.recording = self.find(shape)
             r.mode = REPLAY if r.recording.n > 0 else RECORD
         r.cuda.replaying = r.mode == REPLAY
+        # Tensor cores are for the prefill of one session: rows of a batch stay what they are alone.
+        r.cuda.split_activations = self.split_activations and shape.segments == 1
         if mail_bytes == 0:
             return 0
         return note(r, k3_call(r.gpu, cuMemcpyHtoDAsync, self.device_mail, self.pinned, <size_t>mail_bytes, r.stream), "a copy to the device", -1)

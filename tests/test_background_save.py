@@ -117,6 +117,29 @@ def test_saves_to_one_file_are_in_the_order_of_the_calls(model: k3.Model, tmp_pa
     assert saving._latest == {}
 
 
+def test_a_save_inside_a_save_waits_for_nobody_and_keeps_the_order(model: k3.Model, tmp_path: Path) -> None:
+    """From a ``progress=`` function; a save in the background that begins there still comes after the outer one."""
+    path = tmp_path / "x.k3s"
+    jobs: list[k3.SaveJob] = []
+    with model.session() as outer, model.session() as inner:
+        outer.prefill(prompt(3))
+        inner.prefill(prompt(5))
+
+        def during(*_: object) -> None:
+            if not jobs:
+                inner.save(path)
+                jobs.append(inner.save(path, wait=False))
+                time.sleep(0.05)
+                assert not jobs[0].done
+
+        outer.save(path, progress=during)
+        jobs[0].result(30)
+        with k3.Session.load(model, path) as loaded:
+            assert loaded.position == 5
+        inside = inner.save(path, wait=False, progress=lambda *_: outer.save(path))
+        assert inside.result(30) > 0, "the thread that writes does not wait for itself"
+
+
 def test_errors_surface_when_the_result_is_asked_for(model: k3.Model, tmp_path: Path) -> None:
     with model.session() as session:
         session.prefill(prompt(3))

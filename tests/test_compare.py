@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_tools import Raw, Tensors, changed
+from device_tools import run_emulated
 from session_tools import prompt, same_sessions
 
 import k3session as k3
@@ -130,6 +131,28 @@ def test_other_experts_are_told_as_such(nano: Path, tmp_path: Path, model: k3.Mo
     assert (found.first.layer, found.first.site) == (4, "route_ids")
     assert found.first.error == pytest.approx(1 / 3)
     assert "of the experts" in str(found.first)
+
+
+def test_weights_are_compared_by_expert(model: k3.Model) -> None:
+    """In whatever order they stand, and where other experts were chosen not at all."""
+
+    def traced() -> Trace:
+        with model.session() as session, session.trace(what=["route_ids", "route_wts"]) as trace:
+            session.prefill(TEXT[:6])
+        return trace
+
+    a, b = traced(), traced()
+    for name in ("route_ids", "route_wts"):
+        b.passes[0].arrays[name][:] = b.passes[0].arrays[name][:, :, ::-1].copy()
+    assert compare_traces(a, b, bound=0).within
+    ids, weights = (b.passes[0].arrays[name] for name in ("route_ids", "route_wts"))
+    ids[3, 2, 0] = next(e for e in range(12) if e not in ids[3, 2])
+    weights[3, 2] *= 2
+    found = compare_traces(a, b)
+    assert {d.site: d.error for d in found.sites} == {"route_ids": pytest.approx(1 / 3), "route_wts": 0}
+    weights[4, 5, 1] *= 2
+    error = {d.site: (d.layer, d.position) for d in compare_traces(a, b).sites if d.error}
+    assert error == {"route_ids": (2, 3), "route_wts": (5, 4)}
 
 
 def test_the_first_token_is_named(model: k3.Model) -> None:
@@ -252,6 +275,25 @@ def test_what_cannot_be_compared(model: k3.Model, tmp_path: Path) -> None:
 def test_sides_that_are_none(text: str, words: str) -> None:
     with pytest.raises(k3.K3Error, match=words):
         compare(Side.read(text), Side.read("@cpu"), [1, 2])
+
+
+def test_a_gpu_and_the_cpu_differ_by_rounding(nano: Path) -> None:
+    """All inner values come from the device too, also where two sides share the work; and so do scores."""
+    code = """
+import sys
+import k3session as k3
+from k3session.compare import Side, compare
+ids = [int(i) for i in sys.argv[2].split(",")]
+for options in ("cuda", "cpu,kda=cuda"):
+    found = compare(Side.read(f"{sys.argv[1]}@{options}"), Side.read(f"{sys.argv[1]}@cpu"), ids)
+    print(found.within, len(found.sites), 0 < found.largest.error < 1e-4)
+with k3.Model.open(sys.argv[1], device="cuda") as model, model.session() as s, model.session() as t:
+    s.prefill(ids[:2]), t.prefill(ids[:2])
+    a, b = s.score(ids), t.prefill_scored(ids)
+    print(a.logprobs.tobytes() == b.logprobs.tobytes(), s.position)
+"""
+    expected = "True 29 True\n" * 2 + "True 2\n"
+    assert run_emulated(code, nano, ",".join(map(str, TEXT[:3].tolist()))) == expected
 
 
 # ---------------------------------------------------------------- the command

@@ -218,6 +218,10 @@ def members(name: str, thing: object) -> Iterator[tuple[str, str | None]]:
         yield name, inspect.getdoc(thing)
         return
     yield name, vars(thing).get("__doc__")
+    own = {}
+    for base in reversed(thing.__mro__):  # a session is made of several classes of this package
+        if base.__module__.startswith("k3session"):
+            own |= vars(base)
     # What a named tuple generates is described by its own docstring.
     generated = {
         "count",
@@ -225,7 +229,7 @@ def members(name: str, thing: object) -> Iterator[tuple[str, str | None]]:
         *getattr(thing, "_fields", ()),
         *getattr(thing, "__dataclass_fields__", ()),
     }
-    for key, value in vars(thing).items():
+    for key, value in own.items():
         function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if (
             not key.startswith("_")

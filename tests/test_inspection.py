@@ -264,6 +264,22 @@ def test_an_interrupted_scored_prefill_goes_on_from_the_last_pass(model: k3.Mode
         same_sessions(session, plain)
 
 
+def test_a_scored_prefill_keeps_one_row_of_its_buffer(model: k3.Model) -> None:
+    """The next pass writes to the buffer, also one that ends badly; and it would stay in memory."""
+    text = prompt(2 * SCORE_ROWS)
+    with model.session() as session, model.session() as plain:
+
+        def stop(_: str, done: int, __: int) -> None:
+            assert all(row.base is None and row.shape == (1, 97) for row in session._rows)
+            if done == SCORE_ROWS:
+                session.cancel()
+
+        with pytest.raises(k3.PassCancelled, match=f"position {SCORE_ROWS}"):
+            session.prefill_scored(text, progress=stop)
+        plain.prefill(text[:SCORE_ROWS])
+        same_sessions(session, plain)
+
+
 # ---------------------------------------------------------------- counts
 
 

@@ -107,10 +107,10 @@ def test_whatever_is_drafted_the_records_are_those_of_generate(
     ids = prompt(9)
     with model.session() as session, model.session() as straight:
         straight.prefill(ids)
-        expected = list(straight.generate(40, sampling=sampling, tokenizer=Letters()))
+        expected = list(straight.generate(40, sampling=sampling, tokenizer=Letters(), logprobs=3))
         session.prefill(ids)
         drafter = drafters([r.token for r in expected], 9)[kind]
-        loop = speculate(session, drafter, 40, sampling=sampling, tokenizer=Letters())
+        loop = speculate(session, drafter, 40, sampling=sampling, tokenizer=Letters(), logprobs=3)
         alike(list(loop), expected)
         same_sessions(session, straight)
         assert np.array_equal(session.step(1), straight.step(1))
@@ -350,21 +350,25 @@ def test_the_caller_may_use_the_session_inside_the_loop(model: k3.Model, use: st
     with model.session() as session, model.session() as straight:
         for each in (session, straight):
             each.prefill(prompt(9))
-        drafter = SessionDrafter(model.session())  # the same model: it is always right
+        sampling = k3.Sampling(seed=2, stop_ids=())
+        twin = SessionDrafter(
+            model.session(), sampling
+        )  # the same model is always right, but for what is put in
+        drafter = Fixed(lambda tokens, n: [*twin.draft(tokens, n)[: tokens.size % 4], 96])
         found = []
-        for i, r in enumerate(speculate(session, drafter, 25, sampling=k3.Sampling(seed=2, stop_ids=()))):
+        for i, r in enumerate(speculate(session, drafter, 25, sampling=sampling)):
             found.append(r.token)
             if i in when:
                 USES[use](session, i)
         expected = []
-        for i, r in enumerate(straight.generate(25, sampling=k3.Sampling(seed=2, stop_ids=()))):
+        for i, r in enumerate(straight.generate(25, sampling=sampling)):
             expected.append(r.token)
             if i in when:
                 USES[use](straight, i)
         assert found == expected
         straight.sampling = session.sampling
         same_sessions(session, straight)
-        drafter.session.close()
+        twin.session.close()
 
 
 def test_closing_the_loop_and_dropping_it(model: k3.Model) -> None:

@@ -351,6 +351,20 @@ def test_a_value_that_is_not_finite_leaves_the_session_as_it_was(nano: Path, tmp
             session.verify([4]).__enter__()
 
 
+def test_ctrl_c_right_after_the_pass_leaves_no_draft(s: k3.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = s._run
+
+    def interrupted(draft: k3.Draft) -> None:
+        run(draft)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(s, "_run", interrupted)
+    with unchanged(s):
+        with pytest.raises(KeyboardInterrupt):
+            s.verify([1, 2]).__enter__()
+        s.snapshot()  # no draft is open
+
+
 def test_cancelling_a_draft(model: k3.Model) -> None:
     with model.session() as session, model.session() as straight:
         session.prefill(prompt(300))

@@ -266,6 +266,7 @@ class Snapshots(SessionCore):
             "position": position,
             "latent": self._latent,
             "weights": "stored",
+            "prefill_precision": model.prefill_precision,
             "sampling": self.sampling.to_dict() if self.sampling is not None else None,
             "embeddings": digests if include_tokens else {},
             "meta": check_meta(meta),
@@ -280,7 +281,8 @@ class Snapshots(SessionCore):
     def _take(self, snapshot: Snapshot, name: str = "the snapshot") -> None:
         """Become the snapshot, whose facts and arrays have been compared."""
         here = self._facts(None, False)
-        exact = all(snapshot.facts.get(n) == here[n] for n in ("build", "isa", "device"))
+        facts = {"prefill_precision": "exact"} | snapshot.facts  # files from before there was a choice
+        exact = all(facts.get(n) == here[n] for n in ("build", "isa", "device", "prefill_precision"))
         sampling = snapshot.facts.get("sampling")
         position, tokens, logits = snapshot.position, snapshot.tokens, snapshot.logits
         try:
