@@ -298,10 +298,10 @@ template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_product(const k3_tile<NR
 template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_situ_product(const k3_tile<NR>& tile, float beta, float linear_beta) {
     __syncthreads();
 #pragma unroll 1
-    for (int m = 0; m < 2; ++m) {
+    for (const k3_matrix* w = tile.w; w < tile.w + 2; ++w) {
         float sum[NO * NR];
-        k3_tile_sums<NO, NR, MXFP4>(tile.w[m], tile, sum);
-        k3_put_tile<NO, NR>(tile, sum, [&](float& y, float v) { y = m == 0 ? v : k3_situ(y, v, beta, linear_beta); });
+        k3_tile_sums<NO, NR, MXFP4>(*w, tile, sum);
+        k3_put_tile<NO, NR>(tile, sum, [&](float& y, float v) { y = w == tile.w ? v : k3_situ(y, v, beta, linear_beta); });
     }
 }
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Ops: an op table with what one pass in flight needs beside it; CpuOps for each instruction set of the host."""
 
+cimport cython
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport free
 
@@ -99,6 +100,7 @@ def pool_workers() -> int:
     return k3_pool_workers()
 
 
+@cython.no_gc_clear
 cdef class Ops:
     """What the decoder asks of a device beside the ops themselves.
 
@@ -132,6 +134,7 @@ cdef class Ops:
         """Fills the work memory with NaN, so that a test sees whatever reads it before writing."""
 
 
+@cython.no_gc_clear
 cdef class CpuOps(Ops):
     """The ops of one instruction set for passes of up to ``rows`` rows on up to ``threads`` threads."""
 

@@ -535,3 +535,22 @@ if __name__ == "__main__":
         PYTHONWARNINGS="error,ignore::DeprecationWarning",
     )
     assert out == ""
+
+
+def test_scratch_in_a_cycle_is_collected() -> None:
+    """A traceback can hold a scratch and what it is made of in one cycle, which is taken apart in any order."""
+    run(
+        """
+import gc
+import k3session as k3
+from k3session._core.decoder import Scratch
+gc.disable()
+with k3.Model.open(threads=1) as model:
+    for i in range(20):
+        z = Scratch(model._decoder, 128, 2)
+        box = [z, z.backend, z.backend.memory]
+        box.append(box)
+        del z, box
+        gc.collect()
+"""
+    )

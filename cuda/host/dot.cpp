@@ -112,6 +112,10 @@ static inline void dot_block(const k3_matrix* w, int64_t r0, int64_t r1, const f
             for (int i = 0; i < TILE_M; ++i) out[i] = y[m + i] + (r - r0);
             dot_rows<DT, TILE_N, TILE_M>(w, r, e, x + m, out);
         }
+        for (; m + 2 <= rows; m += 2) {
+            for (int i = 0; i < 2; ++i) out[i] = y[m + i] + (r - r0);
+            dot_rows<DT, TILE_N, 2>(w, r, e, x + m, out);
+        }
         for (; m < rows; ++m) {
             out[0] = y[m] + (r - r0);
             dot_rows<DT, TILE_N, 1>(w, r, e, x + m, out);
