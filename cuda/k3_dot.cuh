@@ -73,9 +73,9 @@ template <int DT> struct k3_run;
 template <> struct k3_run<K3_BF16> {
     enum { QUADS = 2 };
     uint4 q;
-    __device__ __forceinline__ void load(const char* rows, uint32_t row, const uint8_t*, uint32_t, uint32_t run, uint32_t cols) {
+    __device__ __forceinline__ void load(const char* row, uint32_t run, uint32_t cols) {
         q = make_uint4(0, 0, 0, 0);
-        if (8 * run < cols) q = k3_stream16(rows + (row + 16 * run));
+        if (8 * run < cols) q = k3_stream16(row + 16 * run);
     }
     __device__ __forceinline__ void quad(int i, float* w) const {
         const uint32_t a = i ? q.z : q.x, b = i ? q.w : q.y;
@@ -89,10 +89,10 @@ template <> struct k3_run<K3_BF16> {
 template <> struct k3_run<K3_F32> {
     enum { QUADS = 2 };
     uint4 q[2];
-    __device__ __forceinline__ void load(const char* rows, uint32_t row, const uint8_t*, uint32_t, uint32_t run, uint32_t cols) {
+    __device__ __forceinline__ void load(const char* row, uint32_t run, uint32_t cols) {
         q[0] = q[1] = make_uint4(0, 0, 0, 0);
-        if (8 * run < cols) q[0] = k3_load16(rows + (row + 32 * run));
-        if (8 * run + 4 < cols) q[1] = k3_load16(rows + (row + 32 * run + 16));
+        if (8 * run < cols) q[0] = k3_load16(row + 32 * run);
+        if (8 * run + 4 < cols) q[1] = k3_load16(row + 32 * run + 16);
     }
     __device__ __forceinline__ void quad(int i, float* w) const {
         w[0] = m_bits(q[i].x);
@@ -107,11 +107,11 @@ template <> struct k3_run<K3_MXFP4> {
     uint4 q = {0, 0, 0, 0};
     uint32_t exponent = 0;
     // Past the last column the codes of the block before meet zeros, and add nothing to its sum.
-    __device__ __forceinline__ void load(const char* rows, uint32_t row, const uint8_t* scales, uint32_t scale_row, uint32_t run,
-                                         uint32_t cols) {
-        if (32 * run >= cols) return;
-        q = k3_stream16(rows + (row + 16 * run));
-        exponent = __ldg(scales + (scale_row + run));
+    __device__ __forceinline__ void load(const char* row, uint32_t run, uint32_t cols) {
+        if (32 * run < cols) q = k3_stream16(row + 16 * run);
+    }
+    __device__ __forceinline__ void load_scale(const uint8_t* row, uint32_t run, uint32_t cols) {
+        if (32 * run < cols) exponent = __ldg(row + run);
     }
     __device__ __forceinline__ float scale() const { return e8m0_to_f32((uint8_t)exponent); }
     // Of the FP16 number of a code only the upper byte is not zero: a permutation finds it among eight.  Another one,
@@ -191,14 +191,23 @@ K3_DEVICE void k3_dot(const k3_matrix& w, const k3_tile<NR>& tile, float* sum /*
     Run run[AHEAD][NO];
     const auto load = [&](int a, unsigned column) {
 #pragma unroll
-        for (int o = 0; o < NO; ++o) run[a][o].load(rows, row[o], scales, scale_row[o], column / (4 * QUADS) + k3_lane(), cols);
+        for (int o = 0; o < NO; ++o) run[a][o].load(rows + row[o], column / (4 * QUADS) + k3_lane(), cols);
+    };
+    const auto load_scales = [&](int a, unsigned column) {
+        if constexpr (DT == K3_MXFP4) {
+#pragma unroll
+            for (int o = 0; o < NO; ++o) run[a][o].load_scale(scales + scale_row[o], column / (4 * QUADS) + k3_lane(), cols);
+        }
     };
     const auto copy = [&](unsigned column) {
         k3_copy_slab<QUADS, COLUMNS, NR>(slabs + column / COLUMNS % 2 * (NR * COLUMNS / 4), tile, column, cols);
         k3_copy_commit();
     };
 #pragma unroll
-    for (int a = 0; a < AHEAD; ++a) load(a, a * CHUNK);
+    for (int a = 0; a < AHEAD; ++a) {
+        load(a, a * CHUNK);
+        load_scales(a, a * CHUNK);
+    }
 #pragma unroll
     for (int i = 0; i < NO * NR; ++i) sum[i] = 0.0f;
     __syncthreads();                                                   // the slabs are free
@@ -213,13 +222,11 @@ K3_DEVICE void k3_dot(const k3_matrix& w, const k3_tile<NR>& tile, float* sum /*
 #pragma unroll
         for (int a = 0; a < AHEAD; ++a) {
             if (column + a * CHUNK >= cols) break;
-            float block[NO * NR], scale[NO];
+            float block[NO * NR];
             float* to = DT == K3_MXFP4 ? block : sum;
             if constexpr (DT == K3_MXFP4) {
 #pragma unroll
                 for (int i = 0; i < NO * NR; ++i) block[i] = 0.0f;
-#pragma unroll
-                for (int o = 0; o < NO; ++o) scale[o] = run[a][o].scale();
             }
 #pragma unroll
             for (int i = 0; i < QUADS; ++i) {
@@ -240,7 +247,8 @@ K3_DEVICE void k3_dot(const k3_matrix& w, const k3_tile<NR>& tile, float* sum /*
             }
             if constexpr (DT == K3_MXFP4) {
 #pragma unroll
-                for (int i = 0; i < NO * NR; ++i) sum[i] = m_fma(scale[i / NR], block[i], sum[i]);
+                for (int i = 0; i < NO * NR; ++i) sum[i] = m_fma(run[a][i / NR].scale(), block[i], sum[i]);
+                load_scales(a, column + (a + AHEAD) * CHUNK);
             }
         }
     }
@@ -298,10 +306,10 @@ template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_product(const k3_tile<NR
 template <int NO, int NR, bool MXFP4> K3_DEVICE void k3_situ_product(const k3_tile<NR>& tile, float beta, float linear_beta) {
     __syncthreads();
 #pragma unroll 1
-    for (const k3_matrix* w = tile.w; w < tile.w + 2; ++w) {
+    for (int m = 0; m < 2; ++m) {
         float sum[NO * NR];
-        k3_tile_sums<NO, NR, MXFP4>(*w, tile, sum);
-        k3_put_tile<NO, NR>(tile, sum, [&](float& y, float v) { y = w == tile.w ? v : k3_situ(y, v, beta, linear_beta); });
+        k3_tile_sums<NO, NR, MXFP4>(tile.w[m], tile, sum);
+        k3_put_tile<NO, NR>(tile, sum, [&](float& y, float v) { y = m == 0 ? v : k3_situ(y, v, beta, linear_beta); });
     }
 }
 

@@ -31,7 +31,8 @@ async def main() -> int:
                 talk = asyncio.create_task(stream(session))
                 hung_up = asyncio.create_task(reader.read())
                 await asyncio.wait((talk, hung_up), return_when=asyncio.FIRST_COMPLETED)
-                ended[name] = "to the end" if talk.done() else "no more for a client that has gone"
+                whole = talk.done() and talk.exception() is None
+                ended[name] = "to the end" if whole else "no more for a client that has gone"
                 talk.cancel()  # a pass that runs is stopped, and the session stays whole
                 hung_up.cancel()
                 await asyncio.gather(talk, hung_up, return_exceptions=True)

@@ -98,11 +98,13 @@ class AsyncSession:
             future = self._thread.submit(call, *args, **options)
         except RuntimeError:
             raise ClosedError(f"{self._session.name} has been closed; open another one") from None
+        ended = asyncio.wrap_future(future)
         try:
-            return await asyncio.shield(asyncio.wrap_future(future))
+            await asyncio.wait((ended,))
         except asyncio.CancelledError:
-            await self._stop(future)
+            await self._stop(future, ended)
             raise
+        return ended.result()
 
     async def step(self, token: int) -> npt.NDArray[np.float32]:
         """See `Session.step`."""
@@ -194,15 +196,17 @@ class AsyncSession:
     def __repr__(self) -> str:
         return f"<Async{repr(self._session)[1:]}"
 
-    async def _stop(self, future: Future[Any]) -> None:
+    async def _stop(self, future: Future[Any], ended: asyncio.Future[Any]) -> None:
         """Cancel a call: before its turn it is never made, else its pass is stopped; returns when it has ended."""
         if future.cancel():
             return
-        while not future.done():
+        while not ended.done():
             # A pass that has not begun yet forgets a cancel, so it is said until the call has ended.
             self._session.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(_AGAIN)
+                await asyncio.wait((ended,), timeout=_AGAIN)
+        if not ended.cancelled():
+            ended.exception()  # looked at, so that nobody says that it was not
 
 
 class AsyncModel:

@@ -129,7 +129,8 @@ class Model:
             Threads of one pass.  None is ``K3_NUM_THREADS``, or the cores that this process may use.
         prefill_precision
             "exact": a prefill gives the bits of single steps.  "bf16x2": on a GPU, passes of one session with more
-            than 8 rows use the tensor cores, with each activation as the sum of two BF16 numbers, within 1e-4 of the largest logit.
+            than 8 rows use the tensor cores, with each activation as the sum of two BF16 numbers, within 1e-4 of the
+            largest logit.
         progress
             True draws a bar on a terminal; a function is called as ``progress(event, current, total)``.
 

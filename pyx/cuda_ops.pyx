@@ -27,13 +27,12 @@ from k3session._core.c_driver cimport (
     cuStreamSynchronize,
     k3_call,
     k3_enter,
-    k3_gpu,
     k3_launch,
     k3_leave,
     k3_release,
     k3_use,
 )
-from k3session._core.c_ops cimport K3_BF16, K3_F32, K3_MXFP4, k3_cuda, k3_dims, k3_layer, k3_matrix
+from k3session._core.c_ops cimport k3_cuda, k3_dims, k3_layer, k3_matrix
 from k3session._core.driver cimport check, driver_table
 from k3session._core.gpu cimport Device, DeviceBuffer, PinnedBuffer, cuda_ops, cuda_work_bytes
 from k3session._core.memory cimport Memory
@@ -222,9 +221,12 @@ cdef class DeviceTables:
             to.moe.routed_expert_up_proj = self.matrix(at.moe.routed_expert_up_proj)
             to.moe.routed_expert_norm = self.vector(at.moe.routed_expert_norm, d.routed_expert_hidden_size)
         if at.is_kda and "kda" in parts:
-            to.kda.q_proj, to.kda.k_proj, to.kda.v_proj = self.matrix(at.kda.q_proj), self.matrix(at.kda.k_proj), self.matrix(at.kda.v_proj)
+            to.kda.q_proj = self.matrix(at.kda.q_proj)
+            to.kda.k_proj = self.matrix(at.kda.k_proj)
+            to.kda.v_proj = self.matrix(at.kda.v_proj)
             to.kda.f_a_proj, to.kda.f_b_proj = self.matrix(at.kda.f_a_proj), self.matrix(at.kda.f_b_proj)
-            to.kda.b_proj, to.kda.g_proj, to.kda.o_proj = self.matrix(at.kda.b_proj), self.matrix(at.kda.g_proj), self.matrix(at.kda.o_proj)
+            to.kda.b_proj, to.kda.g_proj = self.matrix(at.kda.b_proj), self.matrix(at.kda.g_proj)
+            to.kda.o_proj = self.matrix(at.kda.o_proj)
             to.kda.conv1d = self.vector(at.kda.conv1d, 3 * d.conv_kernel * C)
             to.kda.A = self.vector(at.kda.A, d.kda_num_heads)
             to.kda.dt_bias = self.vector(at.kda.dt_bias, C)
@@ -317,7 +319,8 @@ cdef int read_op(void* ctx, void* host, const void* here, int64_t nbytes) noexce
     cdef Recorder* r = <Recorder*>ctx
     if seam(r) != 0:
         return r.status
-    if note(r, k3_call(r.gpu, cuMemcpyDtoHAsync, host, <uint64_t><uintptr_t>here, <size_t>nbytes, r.stream), "a copy to the host", -1) != 0:
+    if note(r, k3_call(r.gpu, cuMemcpyDtoHAsync, host, <uint64_t><uintptr_t>here, <size_t>nbytes, r.stream),
+            "a copy to the host", -1) != 0:
         return r.status
     return note(r, k3_call(r.gpu, cuStreamSynchronize, r.stream), "waiting for the device", -1)
 
@@ -326,7 +329,8 @@ cdef int write_op(void* ctx, void* here, const void* host, int64_t nbytes) noexc
     cdef Recorder* r = <Recorder*>ctx
     if seam(r) != 0:
         return r.status
-    return note(r, k3_call(r.gpu, cuMemcpyHtoDAsync, <uint64_t><uintptr_t>here, host, <size_t>nbytes, r.stream), "a copy to the device", -1)
+    return note(r, k3_call(r.gpu, cuMemcpyHtoDAsync, <uint64_t><uintptr_t>here, host, <size_t>nbytes, r.stream),
+                "a copy to the device", -1)
 
 
 cdef int submit_op(void* ctx) noexcept nogil:
@@ -431,7 +435,8 @@ cdef class CudaOps(Ops):
         r.cuda.split_activations = self.split_activations and shape.segments == 1
         if mail_bytes == 0:
             return 0
-        return note(r, k3_call(r.gpu, cuMemcpyHtoDAsync, self.device_mail, self.pinned, <size_t>mail_bytes, r.stream), "a copy to the device", -1)
+        return note(r, k3_call(r.gpu, cuMemcpyHtoDAsync, self.device_mail, self.pinned, <size_t>mail_bytes, r.stream),
+                    "a copy to the device", -1)
 
     cdef int end(self, bint complete, int64_t offset, int64_t nbytes) noexcept nogil:
         cdef Recorder* r = &self.recorder

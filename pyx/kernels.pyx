@@ -228,7 +228,6 @@ cdef class Kernels:
 
     cdef const k3_pass* laid_out(self, Rows p) except NULL:
         """The segments of a call, where the ops find them."""
-        cdef uint64_t[::1] table
         cdef int64_t i
         if self.gpu is None:
             return &p.job
@@ -236,7 +235,6 @@ cdef class Kernels:
             each = {id(page): page for page in p.page_arrays}      # a page can be in many places
             placed = {key: <uintptr_t>self.lend(page, p.pages_written) for key, page in each.items()}
             addresses = np.array([placed[id(page)] for page in p.page_arrays], np.uint64)
-            table = addresses
             pages = <uintptr_t>self.given(addresses)
             for i in range(p.job.n_segments):
                 p.segments[i].pages = <void* const*><uintptr_t>(pages + p.first_page[i] * sizeof(void*))
@@ -518,8 +516,8 @@ cdef class Kernels:
         all_of_them = <k3_matrix*>self.given(table)
         w.w1, w.w2, w.w3 = all_of_them, all_of_them + E, all_of_them + 2 * E
         mode = self.begin()
-        status = self.table.experts(self.table.ctx, &self.d, &w, self.laid_out(p), p_z, <const int32_t*>self.given(ids), p_weights,
-                                    self.made(u))
+        status = self.table.experts(self.table.ctx, &self.d, &w, self.laid_out(p), p_z, <const int32_t*>self.given(ids),
+                                    p_weights, self.made(u))
         self.end(mode, status)
         return u
 

@@ -144,7 +144,7 @@ cdef class Timeline:
     cdef int own_page(self, int64_t number) except -1:
         """Copies a page that another timeline may go on in as well; rows behind `filled` are nobody's yet."""
         cdef Page* old = self.pages[number]
-        cdef int64_t taken = max(0, self.position - number * self.page_rows), i
+        cdef int64_t taken = max(0, self.position - number * self.page_rows)
         if old.holders == 1:
             old.filled = taken
             return 0

@@ -10,13 +10,12 @@ from pathlib import Path
 import device
 import hypothesis
 import pytest
-
-device.prepare()  # before anything opens a driver
-
 from core_access import FULL
 
 import k3session as k3
 from k3session.synth import synth
+
+device.prepare()  # before anything opens a driver
 
 # The same examples every time where a change is judged; new ones, and many more, where time is no matter (K3_SOAK=1).
 # Explaining a failure would take far longer than finding it.

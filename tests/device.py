@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Where the tests run: ``K3_TEST_DEVICE`` is unset for the CPU, ``emulator`` or ``emulator-check`` for the GPU's kernels
-on the emulator of cuda/emulator, and ``gpu`` for a real one.
+"""Where the tests run: ``K3_TEST_DEVICE`` is unset for the CPU, ``emulator`` or ``emulator-check`` for the GPU's
+kernels on the emulator of cuda/emulator, and ``gpu`` for a real one.
 
 On the emulator every test must leave no report and no leak; see `watched`, which conftest.py uses for all tests.
 """

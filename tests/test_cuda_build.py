@@ -329,8 +329,8 @@ def test_kernels_of_this_code_are_read(package: Path) -> None:
 
 
 def test_kernels_of_another_code_are_refused(package: Path) -> None:
-    with pytest.raises(DeviceError, match=r"other sources .*digest abc, expected abd.*build or install"):
-        fatbin.read("abd")
+    with pytest.raises(DeviceError, match=r"other sources .*digest abc, expected xyz.*build or install"):
+        fatbin.read("xyz")
     (package / "kernels.fatbin").write_bytes(b"1234")
     with pytest.raises(DeviceError, match="other sources"):
         fatbin.read("abc")

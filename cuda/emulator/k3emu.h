@@ -34,8 +34,8 @@ size_t k3emu_failures_left(void);        // planned and not met yet
 // bytes_on_host.  What is captured is not counted, kernels are counted when they run.
 uint64_t k3emu_count(const char* name);
 void k3emu_clear_counts(void);
-const char* k3emu_entry(size_t i);       // the names of all entry points; NULL after the last
-const char* k3emu_kernel_name(size_t i); // and of all kernels
+const char* k3emu_entry(size_t i);  // the names of all entry points; NULL after the last
+const char* k3emu_kernel_name(size_t i);  // and of all kernels
 
 // What was found wrong: "kind: sentence", with file and line.
 size_t k3emu_report_count(void);
