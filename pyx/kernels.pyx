@@ -8,7 +8,7 @@ NaN beforehand, so that an element that an op forgets is seen.
 import numpy as np
 
 from libc.math cimport sqrt
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
