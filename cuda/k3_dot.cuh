@@ -5,7 +5,7 @@
 // Order of summation.  The lanes of a warp share a dot product.  Lane l takes run l of each chunk of 32 runs, chunks
 // ascending; a run is 8 columns of BF16 or F32, or one block of 32 columns of MXFP4.  BF16 and F32: one sum for each
 // lane, to which its products are added in the order of the columns, fused.  MXFP4: the products code * x of a block
-// are added up so from zero, then scale * block is added to the lane's sum, fused.  Last, the tree of k3_warp_sum over
+// are added up from zero the same way, then scale * block to the sum of the lane, fused.  Last, the tree of k3_warp_sum over
 // the lanes.  Columns that fill up the last chunk are zeros.  Every tile has this order, so that the bits of a row do
 // not depend on how many rows there are.
 //
