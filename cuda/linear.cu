@@ -12,7 +12,7 @@
 #endif
 #include "k3_dot.cuh"
 
-enum { LINEAR_JOBS = 8 };
+enum { LINEAR_JOBS = 16 };
 
 struct linear_job {
     k3_matrix w;
