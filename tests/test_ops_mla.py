@@ -360,10 +360,7 @@ def reserved(shape: tuple[int, int, int], dtype: Any) -> Array:
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
-SEGMENT = np.dtype(
-    [("row", "i8"), ("rows", "i8"), ("position", "i8"), ("state", "u8", 4), ("pages", "u8"), ("page_rows", "i8")]
-    + [("latent_dtype", "i4"), ("_pad", "i4")]
-)
+SEGMENT = np.dtype("i8, i8, i8, 4u8, u8, i8, i4, i4")
 """k3_segment of cuda/ops.h."""
 ATTEND = np.dtype(
     [("segments", "u8"), ("owner", "u8"), ("qa", "u8"), ("oa", "u8"), ("partial", "u8"), ("layer", "i8")]
@@ -374,7 +371,7 @@ ATTEND = np.dtype(
 
 
 def far_on_a_gpu(kva: Array, w: Array, qa: Array, small: Array, want: Array) -> None:
-    """The kernels by themselves: the page begins so far below its rows, which alone are there, that it holds nothing."""
+    """The kernels by themselves: the page begins far below its rows, which alone are there, so that it holds nothing."""
     stride, page_rows = small.shape[-1], 2**20
     with Device() as device:
         stream, arena = Stream(device), Arena(device)
@@ -393,9 +390,8 @@ def far_on_a_gpu(kva: Array, w: Array, qa: Array, small: Array, want: Array) -> 
             dtype = K3_F32 if small.dtype == np.float32 else K3_BF16
             segment = put(np.array((0, 3, position, [0] * 4, pages, page_rows, dtype, 0), SEGMENT))
             scalars = [np.float32(1e-6), *map(np.int32, (16, 16, stride))]
-            stream.launch(
-                "k3_mla_append", (3, 1, 1), 128, segment, given["owner"], np.int64(layer), given["kva"], given["w"], *scalars
-            )  # fmt: skip
+            arguments = (segment, given["owner"], np.int64(layer), given["kva"], given["w"], *scalars)
+            stream.launch("k3_mla_append", (3, 1, 1), 128, *arguments)
             found = np.empty_like(small[0, :3])
             stream.read(int(rows), found.reshape(-1).view(np.uint8))
             same_bits(found, small[0, :3])
