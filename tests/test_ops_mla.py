@@ -371,7 +371,7 @@ ATTEND = np.dtype(
 
 
 def far_on_a_gpu(kva: Array, w: Array, qa: Array, small: Array, want: Array) -> None:
-    """The kernels by themselves: the page begins far below its rows, which alone are there, so that it holds nothing."""
+    """The kernels by themselves: the page begins far below its rows, and only these are there."""
     stride, page_rows = small.shape[-1], 2**20
     with Device() as device:
         stream, arena = Stream(device), Arena(device)
