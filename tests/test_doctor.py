@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from device_tools import library
-from session_tools import run
-
-from k3session.cli import main
+from session_tools import run, start
 
 PROGRAM = """
 import sys
@@ -64,14 +61,13 @@ def test_with_a_driver_that_cannot_start() -> None:
     assert "\ndriver       no: " in text and "\ngpu " not in text.replace("gpu kernels", "")
 
 
-def test_where_nothing_runs_the_exit_code_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("K3_ISA", "nonsense")
-    monkeypatch.setenv("K3_LIBCUDA", "/no/such/library")
-    assert main(["doctor", "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
+def test_where_nothing_runs_the_exit_code_says_so() -> None:
+    nothing = {"K3_ISA": "nonsense", "K3_LIBCUDA": "/no/such/library"}
+    process = start(PROGRAM, "doctor", "--json", **nothing)
+    report = json.loads(process.communicate(timeout=60)[0])
+    assert process.returncode == 1
     assert "K3_ISA is 'nonsense'" in report["cpu"]["refusal"]
     assert "/no/such/library" in report["driver"]["refusal"]
-    assert main(["doctor"]) == 1
-    assert "cpu          no: K3_ISA" in capsys.readouterr().out
+    process = start(PROGRAM, "doctor", **nothing)
+    assert "cpu          no: K3_ISA" in process.communicate(timeout=60)[0]
+    assert process.returncode == 1
