@@ -10,7 +10,7 @@ TESTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-device soak style format bench build wheel sanitize avx512-emulated clean
+.PHONY: help demo test test-device gpu-check soak style format bench build wheel sanitize avx512-emulated clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -23,11 +23,15 @@ test: $(VENV)/.test  ## set everything up and run the tests; TESTS="-k resume" r
 
 # What runs on a GPU as well: single ops, and whole models.
 DEVICE_TESTS := tests/test_ops_linear.py tests/test_ops_kda.py tests/test_ops_mla.py tests/test_ops_moe.py tests/test_ops_rows.py \
-    $(wildcard tests/test_cuda_model.py tests/test_cuda_faults.py)
+    tests/test_properties.py tests/test_cuda_model.py tests/test_cuda_faults.py
 
 test-device: $(VENV)/.test  ## run the GPU's kernels and models on the emulator; DEVICE=gpu on a real one
 	K3_TEST_DEVICE=$(or $(DEVICE),emulator) $(RUN) -m pytest $(DEVICE_TESTS) $(TESTS)
-	$(if $(filter gpu,$(DEVICE)),,$(if $(wildcard tests/test_cuda_check.py),K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_cuda_check.py $(TESTS)))
+	$(if $(filter gpu,$(DEVICE)),,K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_cuda_check.py $(TESTS))
+
+gpu-check: $(VENV)/.test  ## check and time the kernels on this machine's GPU; writes benches/results/gpu.json
+	$(RUN) cuda/emulator/build.py
+	$(RUN) benches/gpu_check.py
 
 soak: $(VENV)/.test  ## run the tests with full counts (hours); writes tests/soak.txt
 	@mkdir -p build
