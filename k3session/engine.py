@@ -75,7 +75,7 @@ class Engine:
             self._memory = DeviceMemory(self._device)
             tables = DeviceTables(self._weights)
             sizes = {part: tables.count(frozenset({part})) for part in PARTS}
-            need, scratch = sum(sizes[p] for p in placement.parts), self._scratch_bytes()
+            need, scratch = sum(sizes[p] for p in placement.parts), self._session_bytes(tables)
             free = self._device.free_memory
             if need + scratch > free:
                 parts = ", ".join(f"{p} {_gib(sizes[p])}" for p in PARTS if p in placement.parts)
@@ -90,10 +90,12 @@ class Engine:
             self._free()
             raise
 
-    def _scratch_bytes(self) -> int:
-        """What one session takes on the device: its state twice, and the activations of its passes."""
-        sizes = memory_estimate(self._weights.config, 0, CHUNK_ROWS)
-        return sizes["state_per_session"] + sizes["state_alternate"] + sizes["scratch"]
+    def _session_bytes(self, tables: DeviceTables) -> int:
+        """What one session takes on the device: its state twice, and what its passes work in, logits included."""
+        config = self._weights.config
+        sizes = memory_estimate(config, 0, CHUNK_ROWS)
+        state = sizes["state_per_session"] + sizes["state_alternate"]
+        return state + sizes["scratch"] + tables.work_bytes(CHUNK_ROWS) + 4 * CHUNK_ROWS * config.vocab_size
 
     def close(self) -> None:
         """Let go of the weights, and free the device's memory."""

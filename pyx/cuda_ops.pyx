@@ -136,9 +136,13 @@ cdef class DeviceTables:
 
     def count(self, frozenset parts not None) -> int:
         """Bytes that these parts take on a device."""
-        self.base, self.jobs = 0, None
-        self.fill(self.weights, parts)
-        return self.base
+        cdef DeviceTables counting = DeviceTables(self.weights)     # with addresses from 0 on: of no use but to count
+        counting.fill(self.weights, parts)
+        return counting.base
+
+    def work_bytes(self, int64_t rows) -> int:
+        """Bytes that the ops of a pass of up to ``rows`` rows work in, beside its activations."""
+        return cuda_work_bytes(&self.weights.dims, rows)
 
     def load(self, DeviceMemory memory not None, frozenset parts not None, progress=None) -> None:
         """Copies these parts to a device; ``progress`` is called as progress("upload", bytes done, bytes in all)."""

@@ -276,6 +276,18 @@ def test_what_experts_on_the_host_cost(nano: Path) -> None:
 
 
 @emulated
+def test_a_session_takes_no_more_than_the_check_of_fit_counts(gpu: k3.Model) -> None:
+    engine = gpu._engine
+    assert engine._device is not None and engine._tables is not None
+    counted = engine._session_bytes(engine._tables)
+    before = engine._device.allocated
+    with gpu.session(marks=False) as s:
+        s.prefill([1, 2, 3])
+        latent = s._timeline.nbytes - s._fixed_bytes
+        taken = engine._device.allocated - before - latent
+    assert counted / 2 < taken < counted + 4096, (taken, counted)
+
+
 def test_memory_grows_by_pages_of_the_latent_cache_alone(gpu: k3.Model) -> None:
     """Before the pass that writes to one, in no other."""
     with gpu.session(marks=False) as s:
