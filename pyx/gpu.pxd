@@ -57,9 +57,6 @@ cdef class Arena:
     cdef void* pin(self, int64_t nbytes) except NULL
 
 
-# Launches a kernel by its number; the status.  Only after enter, and with a stream of the same device.
-cdef int launch(k3_gpu* gpu, void* stream, int kernel, unsigned int x, unsigned int y, unsigned int z, unsigned int threads,
-                size_t shared, void** args) noexcept nogil
 # The launch functions of cuda/, which are linked into this module.
 cdef void cuda_ops(k3_ops* table) noexcept nogil
 cdef int64_t cuda_work_bytes(const k3_dims* dims, int64_t rows) noexcept nogil

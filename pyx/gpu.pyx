@@ -19,7 +19,7 @@ from k3session._core.c_driver cimport (
     K3_CLOSED, K3_MAX_FUNCTIONS, K3_MAX_IMAGES, cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRetain, cuFuncGetAttribute,
     cuFuncLoad, cuFuncSetAttribute, cuKernelGetFunction, cuLibraryGetKernel, cuLibraryLoadData, cuLibraryUnload, cuMemAlloc,
     cuMemFree, cuMemFreeHost, cuMemGetInfo, cuMemHostAlloc, cuMemsetD8Async, cuStreamCreate, cuStreamDestroy,
-    cuStreamSynchronize, k3_call, k3_cuda_kernel, k3_cuda_ops, k3_cuda_top_k, k3_cuda_work_bytes, k3_gpu, k3_launch, k3_release,
+    cuStreamSynchronize, k3_call, k3_cuda_kernel, k3_cuda_ops, k3_cuda_top_k, k3_cuda_work_bytes, k3_gpu, k3_release,
     k3_status_name, k3_status_text, k3_use,
 )
 from k3session._core.c_ops cimport k3_cuda, k3_dims, k3_ops
@@ -404,11 +404,6 @@ cdef class Arena:
 # ---------------------------------------------------------------------------------------------
 # for other modules
 # ---------------------------------------------------------------------------------------------
-
-
-cdef int launch(k3_gpu* gpu, void* stream, int kernel, unsigned int x, unsigned int y, unsigned int z, unsigned int threads,
-                size_t shared, void** args) noexcept nogil:
-    return k3_launch(gpu, stream, kernel, x, y, z, threads, shared, args)
 
 
 cdef void cuda_ops(k3_ops* table) noexcept nogil:

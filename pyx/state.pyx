@@ -399,13 +399,7 @@ cdef class Timeline:
     @property
     def own_bytes(self) -> int:
         """Bytes of state that no other timeline shares."""
-        cdef int64_t i, total = 0
-        if self.now.holders == 1:
-            total = self.block_bytes()
-        for i in range(self.n_pages):
-            if self.pages[i].holders == 1:
-                total += self.page_bytes()
-        return total
+        return own_bytes_of([self])
 
     def replace(self, int64_t position, list arrays) -> None:
         """Sets all layers at once, from arrays as `K3CpuFallbackState.export` gives them, already checked.
