@@ -11,6 +11,7 @@ from k3session._core.cuda_ops import DeviceMemory, DeviceTables
 from k3session._core.decoder import Decoder
 from k3session._core.gpu import Device
 from k3session._core.weights import Weights
+from k3session.config import K3Config
 from k3session.errors import DeviceError, DeviceMemoryError
 from k3session.memory import CHUNK_ROWS, memory_estimate
 from k3session.placement import PARTS, Placement, Wanted, suggestion
@@ -92,7 +93,7 @@ class Engine:
 
     def _session_bytes(self, tables: DeviceTables) -> int:
         """What one session takes on the device: its state twice, and what its passes work in, logits included."""
-        config = self._weights.config
+        config: K3Config = self._weights.config
         sizes = memory_estimate(config, 0, CHUNK_ROWS)
         state = sizes["state_per_session"] + sizes["state_alternate"]
         return state + sizes["scratch"] + tables.work_bytes(CHUNK_ROWS) + 4 * CHUNK_ROWS * config.vocab_size

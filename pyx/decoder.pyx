@@ -294,7 +294,9 @@ cdef class Decoder:
             bad |= self.mlp(z, z.dense, i, z.b)
         if e is not z:
             bad |= z.ops.submit(z.ops.ctx)
-        bad |= e.ops.experts(e.ops.ctx, dims, &e.tables.layers[i].moe, &e.job, e.z, e.route_ids, e.route_weights, e.u)
+        # Numbers of experts that never arrived would address anything.
+        if bad == 0:
+            bad = e.ops.experts(e.ops.ctx, dims, &e.tables.layers[i].moe, &e.job, e.z, e.route_ids, e.route_weights, e.u)
         bad |= carry(e, z, z.u, e.u, latent)
         if taps is not None:
             taps.put(z, ROUTE_IDS, i, <float*>z.route_ids, R, T)
