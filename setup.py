@@ -26,6 +26,7 @@ MODULES = (
     "memory",
     "ops",
     "weights",
+    "recode",
     "driver",
     "gpu",
     "stream",
@@ -68,7 +69,7 @@ DEPENDS = {
     "stream": ["pyx/driver.h"],
     "cuda_ops": ["pyx/driver.h"],
 }
-COMMON_SOURCES = ("pool.cpp", "dispatch.cpp", "probe.cpp")
+COMMON_SOURCES = ("pool.cpp", "dispatch.cpp", "probe.cpp", "recode.cpp")
 
 
 def require_supported_platform() -> None:

@@ -180,7 +180,7 @@ K3_DEVICE void k3_dot(const k3_matrix& w, const k3_tile<NR>& tile, float* sum /*
     const unsigned cols = (unsigned)w.cols;
     const int first = min(tile.template out<NO>(), (int)w.rows - 1);   // outputs past the last repeat it
     const char* rows = (const char*)w.data + first * w.pitch;
-    const uint8_t* scales = w.scale + (int64_t)first * (cols / 32);
+    const uint8_t* scales = static_cast<const uint8_t*>(w.scale) + (int64_t)first * (cols / 32);
     uint32_t row[NO], scale_row[NO];                                   // relative to those, in bytes
 #pragma unroll
     for (int o = 0; o < NO; ++o) {

@@ -21,18 +21,38 @@
 extern "C" {
 #endif
 
-enum { K3_F32 = 0, K3_BF16 = 1, K3_MXFP4 = 2 };           // dtype of a matrix, or of the latent cache
+// The dtype of a matrix, or (the first two) of the latent cache.  The last two are made at load, and for the CPU alone.
+//
+// K3_COMPACT is BF16 without loss.  The low byte of a weight (the last bit of the exponent, and the mantissa) stands as it is;
+// the high byte (sign and exponent) is one of 16 of the matrix's own, as a code of 4 bits.  A row is blocks of 64 columns: 64
+// low bytes, then 32 bytes of codes, those of columns 0 .. 31 in the low nibbles, those of 32 .. 63 in the high ones.  Within
+// 32 columns, bits 3 and 4 of a column's number change places, so that two registers of bytes interleave to words in order.
+// Groups of 32 columns that have another high byte, and what is left of a row beyond whole groups, stand beside as BF16.
+//
+// K3_Q8 has signed bytes in groups of 32 columns, each group with a BF16 factor; rows are padded with zeros to whole groups.
+enum { K3_F32 = 0, K3_BF16 = 1, K3_MXFP4 = 2, K3_COMPACT = 3, K3_Q8 = 4 };
 enum { K3_NO_BAD_SUBLAYER = 0x7fffffff };
 
 typedef struct k3_matrix {          // one weight matrix: on the CPU where the checkpoint has it, at any address
     const void* data;               // [rows, cols] F32 or BF16; or [rows, cols / 2] packed E2M1, low nibble first
-    const uint8_t* scale;           // [rows, cols / 32] E8M0 for MXFP4, else NULL
+    const void* scale;              // MXFP4: E8M0[rows, cols / 32]; Q8: BF16[rows, groups]; COMPACT: k3_exceptions; or NULL
     int64_t rows;                   // out
     int64_t cols;                   // in
     int64_t pitch;                  // bytes from one row of `data` to the next; on a GPU a multiple of 16, as `data` is
-    int32_t dtype;                  // K3_F32, K3_BF16, K3_MXFP4
+    int32_t dtype;                  // K3_F32 .. K3_Q8
     int32_t _pad;
 } k3_matrix;
+
+typedef struct k3_exception {       // 32 columns of a compact row that its codes can't say
+    uint32_t group;                      // the first column's number, divided by 32
+    uint16_t w[32];                      // BF16, zeros beyond the end of the row
+} k3_exception;
+
+typedef struct k3_exceptions {      // what a compact matrix has beside its rows
+    uint8_t high[16];                    // the high byte of each code
+    const uint32_t* first;               // [rows + 1] the first exception of each row
+    const k3_exception* list;            // by row, then by group, ascending
+} k3_exceptions;
 
 typedef struct k3_kda {             // one Kimi Delta Attention layer
     k3_matrix q_proj, k_proj, v_proj;    // [C, d]

@@ -72,7 +72,7 @@ def _size(n: float) -> str:
 def _open(args: argparse.Namespace, folder: str | None) -> Any:
     from k3session.model import Model
 
-    options = {"threads": args.threads, "progress": True}
+    options = {"threads": args.threads, "weights": args.weights, "progress": True}
     return Model.open(**options) if folder is None else Model.open(folder, **options)
 
 
@@ -308,6 +308,12 @@ def _parser() -> argparse.ArgumentParser:
     threads = argparse.ArgumentParser(add_help=False)
     threads.add_argument(
         "--threads", type=int, metavar="N", help="threads of a pass; default: the cores this process may use"
+    )
+    threads.add_argument(
+        "--weights",
+        default="stored",
+        choices=("stored", "compact", "q8"),
+        help="recode the trunk at load: compact, the same bits in about 12 bits a weight; q8, faster, with an error",
     )
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 

@@ -186,9 +186,9 @@ class Side:
     """One side of a comparison: a model, opened as is said, or a recorded trace.
 
     `read` understands ``FOLDER``, ``FOLDER@OPTION,OPTION...`` and the file of a trace.  Options are ``cpu``, ``cuda``,
-    ``cuda:N``, ``isa=NAME``, ``threads=N``, ``latent=fp32|bf16``, ``prefill_precision=exact|bf16x2``, and
-    ``kda=``, ``mla=``, ``dense=``, ``experts=`` with ``cpu`` or ``cuda``.  Without a folder before the ``@`` it is the
-    model that ships.
+    ``cuda:N``, ``isa=NAME``, ``threads=N``, ``latent=fp32|bf16``, ``weights=stored|compact|q8``,
+    ``prefill_precision=exact|bf16x2``, and ``kda=``, ``mla=``, ``dense=``, ``experts=`` with ``cpu`` or ``cuda``.
+    Without a folder before the ``@`` it is the model that ships.
     """
 
     text: str
@@ -211,10 +211,10 @@ class Side:
             key, equals, value = word.partition("=")
             if not equals:
                 key, value = "device", word
-            if key not in ("device", "isa", "threads", "latent", "prefill_precision", *COMPONENTS):
+            if key not in ("device", "isa", "threads", "latent", "weights", "prefill_precision", *COMPONENTS):
                 raise ConfigError(
                     f"{text}: {word!r} is no option; expected a device, or isa=, threads=, latent=, "
-                    f"prefill_precision=, {'=, '.join(COMPONENTS)}="
+                    f"weights=, prefill_precision=, {'=, '.join(COMPONENTS)}="
                 )
             options[key] = value
         folder = Path(name) if name else DEFAULT_MODEL
@@ -235,8 +235,8 @@ class Side:
         elif threads is None:
             threads = env.default_threads()
         apart = {component: get(component) for component in COMPONENTS}
-        precision = get("prefill_precision", "exact")
-        wanted = Wanted.read(get("device", "auto"), prefill_precision=precision, **apart)
+        precision, weights = get("prefill_precision", "exact"), get("weights", "stored")
+        wanted = Wanted.read(get("device", "auto"), prefill_precision=precision, weights=weights, **apart)
         best = ops.best_isa()
         isa = get("isa") or env.instruction_set(best, ops.ISAS)
         if isa not in ops.ISAS or ops.ISAS.index(isa) > ops.ISAS.index(best):

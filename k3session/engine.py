@@ -10,6 +10,7 @@ from typing import Any
 from k3session._core.cuda_ops import DeviceMemory, DeviceTables
 from k3session._core.decoder import Decoder
 from k3session._core.gpu import Device
+from k3session._core.recode import recode
 from k3session._core.weights import Weights
 from k3session.config import K3Config
 from k3session.errors import DeviceError, DeviceMemoryError
@@ -53,6 +54,10 @@ class Engine:
             self.placement = self._automatic(wanted, progress)
         elif self.placement.parts:
             self._load(self.placement, progress)
+        #: What recoding the trunk gave, or None: see `Model.recoded`.
+        self.recoded: dict[str, Any] | None = None
+        if wanted.weights != "stored":
+            self.recoded = recode(weights, wanted.weights, threads, progress)
         split = wanted.prefill_precision == "bf16x2"
         self.decoder: Any = Decoder(weights, threads, isa, self._tables, split)
 

@@ -73,6 +73,9 @@ class Model:
             self._weights: Any = Weights(checkpoint, report or None)
         finally:
             ops.leave_float_mode(mode)
+        ops.hold_pool()
+        self._pool = weakref.finalize(self, ops.release_pool)
+        self._pool.atexit = False  # at exit the threads go with the process
         self._engine = Engine(self._weights, wanted, threads, isa, report or None)
         self._decoder: Any = self._engine.decoder
         self._sessions: Alive[Session] = Alive()
@@ -89,11 +92,9 @@ class Model:
         self.placement: dict[str, str] = self._engine.placement.to_dict()
         self.placement_label = self._engine.placement.label
         self.prefill_precision = wanted.prefill_precision
+        self.weights = wanted.weights
         self.default_sampling: Sampling = read_generation_config(self.path, self.config.eos_token_id)
         _alive.add(self)
-        ops.hold_pool()
-        self._pool = weakref.finalize(self, ops.release_pool)
-        self._pool.atexit = False  # at exit the threads go with the process
 
     @classmethod
     def open(
@@ -106,6 +107,7 @@ class Model:
         dense: str | None = None,
         experts: str | None = None,
         threads: int | None = None,
+        weights: str = "stored",
         prefill_precision: str = "exact",
         progress: ProgressArgument = False,
     ) -> Model:
@@ -127,6 +129,11 @@ class Model:
             larger than the GPU's memory.
         threads
             Threads of one pass.  None is ``K3_NUM_THREADS``, or the cores that this process may use.
+        weights
+            "stored": as the checkpoint has them, from its mapped files.  On the CPU also, recoded into memory at load:
+            "compact": a BF16 trunk without loss in about 12 bits a weight, the same bits out; "q8": the trunk in 8.5
+            bits a weight, for speed, with an error (docs/performance.md).  The embedding, the experts and MLA's
+            kv_b_proj stay as stored, and for "q8" the router.
         prefill_precision
             "exact": a prefill gives the bits of single steps.  "bf16x2": on a GPU, passes of one session with more
             than 8 rows use the tensor cores, with each activation as the sum of two BF16 numbers, within 1e-4 of the
@@ -155,7 +162,7 @@ class Model:
             threads = env.default_threads()
         elif isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256:
             raise ConfigError(f"threads is {threads!r}; expected None or a number from 1 to 256")
-        wanted = Wanted.read(device, kda, mla, dense, experts, prefill_precision)
+        wanted = Wanted.read(device, kda, mla, dense, experts, prefill_precision, weights)
         isa = env.instruction_set(ops.best_isa(), ops.ISAS)
         checkpoint = Checkpoint.open(path, progress=progress)
         try:
@@ -163,6 +170,22 @@ class Model:
         except BaseException:
             checkpoint.close()
             raise
+
+    @property
+    def recoded(self) -> dict[str, Any] | None:
+        """What recoding the trunk gave, or None for weights="stored".
+
+        ``weights`` in the recoded matrices, their ``stored_bytes`` and ``bytes`` now, ``exceptions`` (groups of 32
+        weights of compact matrices that stand as BF16 besides), and ``kept``, the names of matrices left as stored.
+
+        Examples
+        --------
+        >>> import k3session as k3
+        >>> with k3.Model.open(weights="compact") as model:
+        ...     round(8 * model.recoded["bytes"] / model.recoded["weights"], 1)
+        12.5
+        """
+        return self._engine.recoded
 
     def session(
         self, *, capacity: int | None = None, latent: str = "fp32", marks: Marks | bool | None = None

@@ -15,12 +15,14 @@ from typing import Self
 from k3session import env
 from k3session.errors import ConfigError
 
-__all__ = ["COMPONENTS", "PARTS", "PREFILL_PRECISIONS", "Placement", "Wanted", "suggestion"]
+__all__ = ["COMPONENTS", "PARTS", "PREFILL_PRECISIONS", "WEIGHTS", "Placement", "Wanted", "suggestion"]
 
 #: What can be placed apart from the trunk.
 COMPONENTS = ("kda", "mla", "dense", "experts")
 PARTS = ("trunk", *COMPONENTS)
 PREFILL_PRECISIONS = ("exact", "bf16x2")
+#: The weights as the checkpoint has them, or the trunk recoded at load: see `k3session.Model.open`.
+WEIGHTS = ("stored", "compact", "q8")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Wanted:
     number: int = 0
     apart: dict[str, bool] = field(default_factory=dict)  #: component -> whether it goes to the GPU
     prefill_precision: str = "exact"
+    weights: str = "stored"
 
     @classmethod
     def read(
@@ -64,6 +67,7 @@ class Wanted:
         dense: str | None,
         experts: str | None,
         prefill_precision: str,
+        weights: str,
     ) -> Self:
         """Check the arguments, and fill in from the environment."""
         kind, colon, number = device.partition(":") if isinstance(device, str) else ("", "", "")
@@ -72,6 +76,8 @@ class Wanted:
         if prefill_precision not in PREFILL_PRECISIONS:
             expected = " or ".join(map(repr, PREFILL_PRECISIONS))
             raise ConfigError(f"prefill_precision is {prefill_precision!r}; expected {expected}")
+        if weights not in WEIGHTS:
+            raise ConfigError(f'weights is {weights!r}; expected "stored", "compact" or "q8"')
         apart: dict[str, bool] = {}
         for name, value in zip(COMPONENTS, (kda, mla, dense, experts), strict=True):
             if value not in (None, "cpu", "cuda"):
@@ -79,7 +85,13 @@ class Wanted:
             choice = env.component_on_gpu(name) if value is None else value == "cuda"
             if choice is not None:
                 apart[name] = choice
-        return cls(kind, int(number or 0), apart, prefill_precision)
+        if weights != "stored":
+            if kind == "cuda" or any(apart.values()):
+                raise ConfigError(
+                    f'weights="{weights}" is for the CPU; expected device="cpu", and no part on a GPU'
+                )
+            kind = "cpu"
+        return cls(kind, int(number or 0), apart, prefill_precision, weights)
 
     def on(self, gpu: bool) -> Placement:
         """Return the placement with the trunk on the GPU or on the CPU."""

@@ -8,6 +8,7 @@ cdef class Matrix:
     cdef k3_matrix m
     cdef readonly object data           # keeps the memory of `m` alive
     cdef readonly object scale
+    cdef object keep                    # what else `m` refers to
 
 
 cdef class Rows:

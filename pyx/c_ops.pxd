@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The C contract of cuda/ops.h and cuda/host/host.h: declarations only."""
 
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 
 cdef extern from "ops.h" nogil:
@@ -9,15 +9,26 @@ cdef extern from "ops.h" nogil:
         K3_F32
         K3_BF16
         K3_MXFP4
+        K3_COMPACT
+        K3_Q8
         K3_NO_BAD_SUBLAYER
 
     ctypedef struct k3_matrix:
         const void* data
-        const uint8_t* scale
+        const void* scale
         int64_t rows
         int64_t cols
         int64_t pitch
         int32_t dtype
+
+    ctypedef struct k3_exception:
+        uint32_t group
+        uint16_t w[32]
+
+    ctypedef struct k3_exceptions:
+        uint8_t high[16]
+        const uint32_t* first
+        const k3_exception* list
 
     ctypedef struct k3_kda:
         k3_matrix q_proj, k_proj, v_proj
@@ -151,6 +162,15 @@ cdef extern from "host/host.h" nogil:
     uint64_t k3_probe_read(int, const void*, int64_t) noexcept
     unsigned int k3_float_mode_enter() noexcept
     void k3_float_mode_leave(unsigned int) noexcept
+
+
+cdef extern from "host/recode.h" nogil:
+    ctypedef struct k3_place:
+        int64_t row, col
+
+    k3_place k3_compact_plan(int, const k3_matrix*, uint8_t*, uint32_t*) noexcept
+    void k3_compact_fill(int, const k3_matrix*, const k3_matrix*, k3_exception*) noexcept
+    k3_place k3_q8_fill(int, const k3_matrix*, const k3_matrix*) noexcept
 
 
 cdef extern from "host/pool.h" nogil:

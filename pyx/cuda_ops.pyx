@@ -96,9 +96,11 @@ cdef class DeviceMemory(Memory):
             self.stream.wait()
         return 0
 
-    cdef int copy(self, void* to, const void* start, int64_t nbytes) except -1:
+    cdef int copy(self, void* to, const void* start, int64_t nbytes, int64_t pitch, int64_t count) except -1:
+        cdef int64_t i
         with nogil:
-            self.stream.within(<uint64_t><uintptr_t>to, <uint64_t><uintptr_t>start, nbytes)
+            for i in range(count):
+                self.stream.within(<uint64_t><uintptr_t>to + i * pitch, <uint64_t><uintptr_t>start + i * pitch, nbytes)
             self.stream.wait()
         return 0
 

@@ -9,7 +9,7 @@ cdef class Memory:
     cdef void release(self, void* start) noexcept
     cdef int read(self, void* host, const void* here, int64_t nbytes) except -1
     cdef int write(self, void* here, const void* host, int64_t nbytes) except -1
-    cdef int copy(self, void* to, const void* start, int64_t nbytes) except -1
+    cdef int copy(self, void* to, const void* start, int64_t nbytes, int64_t pitch, int64_t count) except -1
     cdef int fill(self, void* here, int value, int64_t nbytes) except -1
 
 

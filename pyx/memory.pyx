@@ -33,8 +33,8 @@ cdef class Memory:
         """Copies from the host."""
         raise NotImplementedError
 
-    cdef int copy(self, void* to, const void* start, int64_t nbytes) except -1:
-        """Copies inside this memory."""
+    cdef int copy(self, void* to, const void* start, int64_t nbytes, int64_t pitch, int64_t count) except -1:
+        """Copies inside this memory: ``count`` pieces of ``nbytes``, one every ``pitch`` bytes on both sides."""
         raise NotImplementedError
 
     cdef int fill(self, void* here, int value, int64_t nbytes) except -1:
@@ -65,8 +65,10 @@ cdef class HostMemory(Memory):
         memcpy(here, host, nbytes)
         return 0
 
-    cdef int copy(self, void* to, const void* start, int64_t nbytes) except -1:
-        memcpy(to, start, nbytes)
+    cdef int copy(self, void* to, const void* start, int64_t nbytes, int64_t pitch, int64_t count) except -1:
+        cdef int64_t i
+        for i in range(count):
+            memcpy(<char*>to + i * pitch, <const char*>start + i * pitch, nbytes)
         return 0
 
     cdef int fill(self, void* here, int value, int64_t nbytes) except -1:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
-from k3session._core.c_ops cimport k3_cpu, k3_dims, k3_ops
+from k3session._core.c_ops cimport k3_cpu, k3_dims, k3_exception, k3_matrix, k3_ops, k3_place
 from k3session._core.memory cimport Memory
 
 
@@ -37,3 +37,6 @@ cdef void pool_hold() noexcept nogil
 cdef void pool_release() noexcept nogil
 cdef unsigned int float_mode_enter() noexcept nogil
 cdef void float_mode_leave(unsigned int before) noexcept nogil
+cdef k3_place compact_plan(int threads, const k3_matrix* w, uint8_t* high, uint32_t* first) noexcept nogil
+cdef void compact_fill(int threads, const k3_matrix* w, const k3_matrix* to, k3_exception* list) noexcept nogil
+cdef k3_place q8_fill(int threads, const k3_matrix* w, const k3_matrix* to) noexcept nogil

@@ -2,21 +2,27 @@
 """Ops: an op table with what one pass in flight needs beside it; CpuOps for each instruction set of the host."""
 
 cimport cython
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uintptr_t
 from libc.stdlib cimport free
 
 from k3session._core.c_ops cimport (
+    k3_compact_fill,
+    k3_compact_plan,
     k3_cpu_best_isa,
     k3_cpu_ops,
     k3_cpu_sizes,
     k3_dims,
+    k3_exception,
     k3_float_mode_enter,
     k3_float_mode_leave,
+    k3_matrix,
     k3_ops,
+    k3_place,
     k3_pool_hold,
     k3_pool_release,
     k3_pool_workers,
     k3_probe_read,
+    k3_q8_fill,
 )
 from k3session._core.memory cimport HOST, aligned
 from k3session._core.weights cimport Weights
@@ -67,6 +73,20 @@ cdef void pool_hold() noexcept nogil:
 cdef void pool_release() noexcept nogil:
     """release_pool() for the same; without the GIL, since it joins threads."""
     k3_pool_release()
+
+
+# The recoding of cuda/host/recode.h, for pyx/recode.pyx: it runs in this module's pool.
+
+cdef k3_place compact_plan(int threads, const k3_matrix* w, uint8_t* high, uint32_t* first) noexcept nogil:
+    return k3_compact_plan(threads, w, high, first)
+
+
+cdef void compact_fill(int threads, const k3_matrix* w, const k3_matrix* to, k3_exception* list) noexcept nogil:
+    k3_compact_fill(threads, w, to, list)
+
+
+cdef k3_place q8_fill(int threads, const k3_matrix* w, const k3_matrix* to) noexcept nogil:
+    return k3_q8_fill(threads, w, to)
 
 
 def enter_float_mode() -> int:

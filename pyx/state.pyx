@@ -152,7 +152,9 @@ cdef class Timeline:
             return 0
         self.add_pages(1)
         try:
-            self.mla_memory.copy(self.addresses[self.n_pages - 1], old.data, self.page_bytes())
+            # The rows that are taken and no others: the other timeline may be writing behind them.
+            self.mla_memory.copy(self.addresses[self.n_pages - 1], old.data, taken * self.row_bytes(),
+                                 self.page_rows * self.row_bytes(), self.weights.dims.n_mla)
         except BaseException:
             self.drop_pages(self.n_pages - 1)
             raise

@@ -18,6 +18,7 @@ cdef class Weights:
     cdef k3_dims dims
     cdef Tables tables                  # where the checkpoint has them
     cdef list _keep                     # every array whose memory the pointers above name
+    cdef int64_t beside                 # bytes of recoded matrices that are not in their rows
     cdef readonly object config         # K3Config
 
     cdef const float* _vector(self, array) except NULL

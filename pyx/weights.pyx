@@ -9,7 +9,7 @@ laid out tap by tap.
 import numpy as np
 
 from libc.math cimport sqrt
-from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from k3session._core.c_ops cimport K3_BF16, K3_F32, K3_MXFP4, k3_layer, k3_matrix
@@ -89,7 +89,7 @@ cdef class Weights:
     def step_bytes(self) -> dict:
         """Bytes that a decode step reads: the trunk, the chosen experts, and the state that it reads and writes."""
         d = self.dims
-        trunk = sum(n for _, n in self.spans())
+        trunk = sum(n for _, n in self.spans()) + self.beside
         one = 0
         moe = sum(1 for i in range(d.num_hidden_layers) if self.tables.layers[i].is_moe)
         if moe:
@@ -157,7 +157,7 @@ cdef class Weights:
                 raise CheckpointError(f"{name}_scale: expected shape {(rows, cols // 32)}, found {scale.shape}")
             self._keep.append(scale)
             m.dtype = K3_MXFP4
-            m.scale = <const uint8_t*><uintptr_t>scale.__array_interface__["data"][0]
+            m.scale = <const void*><uintptr_t>scale.__array_interface__["data"][0]
         expected = (rows, cols // 2 if m.dtype == K3_MXFP4 else cols)
         if array.shape != expected:
             raise CheckpointError(f"{name}: expected shape {expected}, found {array.shape}")
@@ -243,7 +243,7 @@ cdef class Weights:
 
 
 cdef tuple _span(k3_matrix m):
-    return (<uintptr_t>m.data, 0 if m.data == NULL else m.rows * m.cols * (2 if m.dtype == K3_BF16 else 4))
+    return (<uintptr_t>m.data, 0 if m.data == NULL else m.rows * m.pitch)
 
 
 def _res(checkpoint, str name):

@@ -141,7 +141,7 @@ def test_every_call_that_fails_is_told_and_leaves_nothing_behind(
 ) -> None:
     """The first, a middle and the last of each.  Then the sessions go on from where they stood, to the same logits, or
     have failed."""
-    # Memory that was never written holds a pattern, so that whatever reads it is seen here and not once in a hundred runs.
+    # Memory that was never written holds a pattern: whatever reads it is seen here, and not once in a hundred runs.
     dirty = {"PYTHONMALLOC": "malloc", "MALLOC_PERTURB_": "165"}
     found = json.loads(run_emulated(LIFE + FAULTS, micro, json.dumps(placement), timeout=300, **dirty))
     assert found["wrong"] == []

@@ -47,7 +47,7 @@ class Crowd:
 
     def join(self) -> list[Any]:
         for thread in self._threads:
-            thread.join(60)
+            thread.join(600)
             assert not thread.is_alive(), "a thread hangs"
         return self.results
 

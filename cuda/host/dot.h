@@ -8,14 +8,16 @@
 #ifndef K3_DOT_H
 #define K3_DOT_H
 
-#include "host.h"
+#include "columns.h"
 
 namespace K3_NS {
 
 K3_INLINE int64_t padded(int64_t cols) { return round_up(cols, 32); }
 
 // Bytes of one row of a matrix, scales included.
-K3_INLINE int64_t row_bytes(const k3_matrix* w) { return w->pitch + (w->dtype == K3_MXFP4 ? w->cols / 32 : 0); }
+K3_INLINE int64_t row_bytes(const k3_matrix* w) {
+    return w->pitch + (w->dtype == K3_MXFP4 ? w->cols / 32 : w->dtype == K3_Q8 ? w->pitch / 32 * 2 : 0);
+}
 
 // 32 inputs (n of them real) in the order in which weights of this dtype meet them.
 K3_INLINE void prepare_32(const float* x, int64_t n, int32_t dtype, float* out) {
@@ -24,7 +26,7 @@ K3_INLINE void prepare_32(const float* x, int64_t n, int32_t dtype, float* out) 
         memcpy(t, x, (size_t)n * 4);
         x = t;
     }
-    if (dtype == K3_F32) {
+    if (!is_split(dtype)) {
         memcpy(out, x, 128);
         return;
     }

@@ -38,7 +38,7 @@ void piece(void* arg, int64_t i) {
 int gate_up(void* ctx, const k3_dims* dims, const k3_matrix* gate, const k3_matrix* up, const float* x, float* h, int64_t rows) {
     const k3_cpu* cpu = (const k3_cpu*)ctx;
     const int64_t ld = padded(gate->cols);
-    const bool same = (gate->dtype == K3_F32) == (up->dtype == K3_F32);
+    const bool same = is_split(gate->dtype) == is_split(up->dtype);
     if (rows * ld * (same ? 1 : 2) > cpu->x_floats) return 1;
     Run run = {dims, gate, up, cpu->x, same ? cpu->x : cpu->x + rows * ld, h, rows};
     for (int64_t r = 0; r < rows; ++r) {

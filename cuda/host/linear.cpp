@@ -52,9 +52,9 @@ int linear(void* ctx, const k3_linear_job* jobs, int64_t n_jobs, int64_t rows) {
     int64_t bytes = 0;
     for (int64_t j = 0; j < n_jobs; ++j) {
         const k3_matrix* w = jobs[j].w;
-        const int32_t plain = w->dtype == K3_F32;
+        const bool split = is_split(w->dtype);
         int64_t same = 0;             // an earlier job with this input, prepared the same way
-        while (same < j && !(jobs[same].x == jobs[j].x && (jobs[same].w->dtype == K3_F32) == plain)) ++same;
+        while (same < j && !(jobs[same].x == jobs[j].x && is_split(jobs[same].w->dtype) == split)) ++same;
         if (same < j) {
             run.x[j] = run.x[same];
         } else {

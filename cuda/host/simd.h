@@ -143,6 +143,32 @@ K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
     even.v = _mm512_permutexvar_ps(b, table);            // takes the low four bits of each index
     odd.v = _mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), table);
 }
+// 32 compact weights (K3_COMPACT in cuda/ops.h): half 0 or 1 of a block of 96 bytes, with the table of high bytes.
+struct v_table {
+    __m256i bytes;
+};
+K3_INLINE v_table v_load_table(const void* p) {
+    v_table t;
+    t.bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+    return t;
+}
+K3_INLINE void v_compact_split(const void* block, int half, v_table table, vf& even, vf& odd) {
+    const __m256i low = _mm256_loadu_si256((const __m256i*)((const char*)block + 32 * half));
+    const __m256i both = _mm256_loadu_si256((const __m256i*)((const char*)block + 64));
+    const __m256i code = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+    const __m256i high = _mm256_shuffle_epi8(table.bytes, code);
+    const __m512i w =
+        _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi8(low, high)), _mm256_unpackhi_epi8(low, high), 1);
+    even.v = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+    odd.v = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
+}
+// 32 signed bytes at p, times the scale: columns 0 .. 15 and 16 .. 31.
+K3_INLINE void v_q8_split(const void* p, float scale, vf& first, vf& second) {
+    const __m128i* q = (const __m128i*)p;
+    const __m512 s = _mm512_set1_ps(scale);
+    first.v = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(q))), s);
+    second.v = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(q + 1))), s);
+}
 // 32 floats in natural order from their even and odd columns.
 K3_INLINE void v_store_joined(float* p, vf even, vf odd) {
     const __m512i lo = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -241,6 +267,32 @@ K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
     even = e2m1_16(_mm_and_si128(bytes, low), half_scale);
     odd = e2m1_16(_mm_and_si128(_mm_srli_epi16(bytes, 4), low), half_scale);
 }
+struct v_table {
+    __m256i bytes;
+};
+K3_INLINE v_table v_load_table(const void* p) {
+    v_table t;
+    t.bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+    return t;
+}
+K3_INLINE void v_compact_split(const void* block, int half, v_table table, vf& even, vf& odd) {
+    const __m256i low = _mm256_loadu_si256((const __m256i*)((const char*)block + 32 * half));
+    const __m256i both = _mm256_loadu_si256((const __m256i*)((const char*)block + 64));
+    const __m256i code = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
+    const __m256i high = _mm256_shuffle_epi8(table.bytes, code), m = _mm256_set1_epi32((int)0xffff0000u);
+    const __m256i w0 = _mm256_unpacklo_epi8(low, high), w1 = _mm256_unpackhi_epi8(low, high);
+    even.a = _mm256_castsi256_ps(_mm256_slli_epi32(w0, 16));
+    even.b = _mm256_castsi256_ps(_mm256_slli_epi32(w1, 16));
+    odd.a = _mm256_castsi256_ps(_mm256_and_si256(w0, m));
+    odd.b = _mm256_castsi256_ps(_mm256_and_si256(w1, m));
+}
+K3_INLINE __m256 q8_8(const void* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+K3_INLINE void v_q8_split(const void* p, float scale, vf& first, vf& second) {
+    const char* q = (const char*)p;
+    const __m256 s = _mm256_set1_ps(scale);
+    first = vf::make(_mm256_mul_ps(q8_8(q), s), _mm256_mul_ps(q8_8(q + 8), s));
+    second = vf::make(_mm256_mul_ps(q8_8(q + 16), s), _mm256_mul_ps(q8_8(q + 24), s));
+}
 K3_INLINE void join8(float* p, __m256 e, __m256 o) {
     const __m256 lo = _mm256_unpacklo_ps(e, o), hi = _mm256_unpackhi_ps(e, o);
     _mm256_storeu_ps(p, _mm256_permute2f128_ps(lo, hi, 0x20));
@@ -326,6 +378,32 @@ K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
     }
     even = v_load(e);
     odd = v_load(o);
+}
+struct v_table {
+    const uint8_t* bytes;
+};
+K3_INLINE v_table v_load_table(const void* p) {
+    v_table t;
+    t.bytes = (const uint8_t*)p;
+    return t;
+}
+K3_INLINE void v_compact_split(const void* block, int half, v_table table, vf& even, vf& odd) {
+    const uint8_t *low = (const uint8_t*)block + 32 * half, *code = (const uint8_t*)block + 64;
+    float e[16], o[16];
+    for (int i = 0; i < 32; ++i) {
+        const int at = (i & 7) | (i & 8) << 1 | (i & 16) >> 1;
+        const float w = bf16_to_f32((uint16_t)(table.bytes[code[at] >> 4 * half & 15] << 8 | low[at]));
+        (i % 2 ? o : e)[i / 2] = w;
+    }
+    even = v_load(e);
+    odd = v_load(o);
+}
+K3_INLINE void v_q8_split(const void* p, float scale, vf& first, vf& second) {
+    const int8_t* q = (const int8_t*)p;
+    float t[32];
+    for (int i = 0; i < 32; ++i) t[i] = (float)q[i] * scale;
+    first = v_load(t);
+    second = v_load(t + 16);
 }
 K3_INLINE void v_store_joined(float* p, vf even, vf odd) {
     float e[16], o[16];

@@ -265,7 +265,8 @@ class Snapshots(SessionCore):
             "layers": [0, model.config.num_hidden_layers],
             "position": position,
             "latent": self._latent,
-            "weights": "stored",
+            # Compact weights are the stored ones to the bit.
+            "weights": "q8" if model.weights == "q8" else "stored",
             "prefill_precision": model.prefill_precision,
             "sampling": self.sampling.to_dict() if self.sampling is not None else None,
             "embeddings": digests if include_tokens else {},
