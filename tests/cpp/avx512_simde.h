@@ -2,7 +2,7 @@
 //
 // The AVX-512 intrinsics of cuda/host/simd.h on a processor without AVX-512, by SIMDe (Debian: libsimde-dev).
 // Compile a kernel with -DK3_ISA_AVX512 -include avx512_simde.h -mavx2 -mfma and without -mavx512*: every 512-bit
-// operation then runs as two 256-bit ones.  The four intrinsics that SIMDe 0.7 lacks are written out below, lane
+// operation then runs as two 256-bit ones.  The six intrinsics that SIMDe 0.7 lacks are written out below, lane
 // by lane.
 
 #ifndef K3_AVX512_SIMDE_H
@@ -19,6 +19,7 @@
 #include <simde/x86/avx512/cmp.h>
 #include <simde/x86/avx512/div.h>
 #include <simde/x86/avx512/fmadd.h>
+#include <simde/x86/avx512/insert.h>
 #include <simde/x86/avx512/loadu.h>
 #include <simde/x86/avx512/mul.h>
 #include <simde/x86/avx512/permutex2var.h>
@@ -41,6 +42,22 @@ static inline simde__m512i k3_cvtepu8_epi32(__m128i a) {
     memcpy(in, &a, sizeof in);
     for (int i = 0; i < 16; ++i) out[i] = in[i];
     return simde_mm512_loadu_si512(out);
+}
+
+static inline simde__m512i k3_cvtepi8_epi32(__m128i a) {
+    int8_t in[16];
+    int32_t out[16];
+    memcpy(in, &a, sizeof in);
+    for (int i = 0; i < 16; ++i) out[i] = in[i];
+    return simde_mm512_loadu_si512(out);
+}
+
+static inline simde__m512 k3_cvtepi32_ps(simde__m512i a) {
+    int32_t in[16];
+    float out[16];
+    simde_mm512_storeu_si512(in, a);
+    for (int i = 0; i < 16; ++i) out[i] = (float)in[i];
+    return simde_mm512_loadu_ps(out);
 }
 
 static inline simde__m512 k3_maskz_loadu_ps(uint16_t mask, const void* p) {
@@ -66,10 +83,14 @@ static inline __m256 k3_extractf32x8_ps(simde__m512 a, int half) {
 }
 
 #undef _mm512_cvtepu8_epi32
+#undef _mm512_cvtepi8_epi32
+#undef _mm512_cvtepi32_ps
 #undef _mm512_maskz_loadu_ps
 #undef _mm512_mask_storeu_ps
 #undef _mm512_extractf32x8_ps
 #define _mm512_cvtepu8_epi32 k3_cvtepu8_epi32
+#define _mm512_cvtepi8_epi32 k3_cvtepi8_epi32
+#define _mm512_cvtepi32_ps k3_cvtepi32_ps
 #define _mm512_maskz_loadu_ps k3_maskz_loadu_ps
 #define _mm512_mask_storeu_ps k3_mask_storeu_ps
 #define _mm512_extractf32x8_ps k3_extractf32x8_ps

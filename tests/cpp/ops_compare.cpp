@@ -10,6 +10,7 @@
 // Exit status: 0 all agree, 1 some differ, 77 this processor cannot run it.
 
 #include "host/host.h"
+#include "host/recode.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -112,6 +113,38 @@ struct Matrix {
     }
 };
 typedef std::unique_ptr<Matrix> MatrixPtr;
+
+// A BF16 matrix in one of the forms that are made at load.
+struct Recoded {
+    Matrix from;
+    std::vector<uint8_t> rows;
+    std::vector<uint32_t> first;
+    std::vector<k3_exception> list;
+    std::vector<uint16_t> factors;
+    k3_exceptions beside;
+    k3_matrix m;
+
+    Recoded(int64_t out, int64_t cols, int32_t dtype) : from(out, cols, K3_BF16), m(from.m) {
+        const bool compact = dtype == K3_COMPACT;
+        m.dtype = dtype;
+        m.pitch = compact ? (cols + 63) / 64 * 96 : (cols + 31) / 32 * 32;
+        rows.resize((size_t)(out * m.pitch));
+        m.data = rows.data();
+        if (compact) {
+            first.resize((size_t)out + 1);
+            k3_compact_plan(1, &from.m, beside.high, first.data());
+            list.resize(first[(size_t)out] + 1);
+            beside.first = first.data();
+            beside.list = list.data();
+            m.scale = &beside;
+            k3_compact_fill(1, &from.m, &m, list.data());
+        } else {
+            factors.resize((size_t)(out * (m.pitch / 32)));
+            m.scale = factors.data();
+            k3_q8_fill(1, &from.m, &m);
+        }
+    }
+};
 
 // ---------------------------------------------------------------------------------------------
 // running and comparing
@@ -342,6 +375,18 @@ void check_rows(const k3_dims& d, bool wild) {
     });
 }
 
+void check_recoded(const k3_dims& d) {
+    const int64_t R = 1 + below(9), h = d.hidden_size;
+    const Floats x = floats(R * h);
+    for (int32_t dtype : {K3_COMPACT, K3_Q8}) {
+        Recoded w(width(), h, dtype);
+        compare("linear, recoded", d, R, text({R, h, w.m.rows, dtype}), [&](const k3_ops& t, Out& o) {
+            const k3_linear_job job = {&w.m, x.data(), o.make(R * w.m.rows), h, w.m.rows};
+            return t.linear(t.ctx, &job, 1, R);
+        });
+    }
+}
+
 // Large enough to be shared among the threads.
 void check_large_linear() {
     k3_dims d = random_dims();
@@ -538,6 +583,7 @@ int main(int argc, char** argv) {
         check_mla(d, wild);
         check_moe(d, wild);
         check_residual(d, wild);
+        check_recoded(d);
         if (i % 8 == 0) check_large_linear();
     }
     k3_pool_release();
