@@ -25,7 +25,9 @@ MODES = ("stored", "compact", "q8")
 
 cdef enum:
     HUGE_PAGE = 2 << 20
-    HUGE_PAGES = 14                     # advice
+    PAGE = 4096
+    DONT_NEED = 4                       # advice to the system
+    HUGE_PAGES = 14
 
 
 cdef class _Arena:
@@ -143,7 +145,8 @@ def recode(Weights weights not None, str mode not None, int threads, progress=No
         job.made.data = arena.take(job.row_memory())
         _fill(job, compact, threads)
         made += _bytes(job, compact)
-        exceptions += len(job.exceptions) // sizeof(k3_exception) if compact else 0
+        exceptions += int(job.first[job.made.rows]) if compact else 0
+        _let_go(m)
         if progress is not None:
             progress("recode", i + 1, len(jobs))
     # All of them now, so that a failure before this leaves the tables as they were.
@@ -180,6 +183,14 @@ def recoded(Matrix matrix not None, str mode not None, int threads=1) -> Matrix:
     result.m, result.data, result.keep = job.made, rows, job
     result.scale = job.exceptions[: int(job.first[job.made.rows]) * sizeof(k3_exception)] if compact else job.first
     return result
+
+
+cdef void _let_go(k3_matrix* m) noexcept:
+    """Takes a matrix that was read out of the process's memory; the pages of the file stay with the system."""
+    cdef uintptr_t start = (<uintptr_t>m.data + PAGE - 1) // PAGE * PAGE
+    cdef uintptr_t end = (<uintptr_t>m.data + m.rows * m.pitch) // PAGE * PAGE
+    if end > start:
+        madvise(<void*>start, end - start, DONT_NEED)
 
 
 cdef _Job _plan(k3_matrix* m, str name, bint compact, int threads):

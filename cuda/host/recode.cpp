@@ -4,7 +4,6 @@
 
 #include "recode.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "pool.h"
@@ -134,11 +133,12 @@ void q8_piece(void* arg, int64_t i) {
         memset(row, 0, (size_t)run->to->pitch);
         for (int64_t g = 0; g < groups; ++g) {
             const int n = (int)(cols - 32 * g < 32 ? cols - 32 * g : 32);
-            float largest = 0.0f;
+            float w[32], largest = 0.0f;
             for (int c = 0; c < n; ++c) {
-                const float w = value(run->from, r, 32 * g + c);
-                if (!finite(w)) note(run, r, 32 * g + c);
-                largest = fmaxf(largest, fabsf(w));
+                w[c] = value(run->from, r, 32 * g + c);
+                if (!finite(w[c])) note(run, r, 32 * g + c);
+                const float magnitude = w[c] < 0.0f ? -w[c] : w[c];
+                largest = magnitude > largest ? magnitude : largest;
             }
             factors[g] = factor_of(largest);
             const uint32_t bits = (uint32_t)factors[g] << 16;
@@ -146,8 +146,10 @@ void q8_piece(void* arg, int64_t i) {
             memcpy(&factor, &bits, 4);
             if (factor == 0.0f) continue;
             for (int c = 0; c < n; ++c) {
-                const float q = nearbyintf(value(run->from, r, 32 * g + c) / factor);
-                row[32 * g + c] = (int8_t)fminf(fmaxf(q, -127.0f), 127.0f);
+                // The factor is not below the largest magnitude / 127, so that nothing is cut off.  Adding 1.5 * 2^23 and
+                // taking it away again rounds to nearest, ties to even.
+                const float q = (w[c] / factor + 12582912.0f) - 12582912.0f;
+                row[32 * g + c] = (int8_t)(int32_t)q;
             }
         }
     }
