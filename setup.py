@@ -33,6 +33,7 @@ MODULES = (
     "cuda_ops",
     "state",
     "decoder",
+    "op_clock",
     "arguments",
     "kernels",
 )

@@ -42,6 +42,7 @@ from k3session.session import Session
 from k3session.session.drafts import Draft
 from k3session.snapshot import LayerSnapshot, MarkSnapshot, Snapshot
 from k3session.stats import Stats
+from k3session.times import OpTime, Times
 from k3session.trace import Trace
 
 _logging.getLogger("k3session").addHandler(_logging.NullHandler())
@@ -66,6 +67,7 @@ __all__ = [
     "Marks",
     "Model",
     "NonFiniteError",
+    "OpTime",
     "PassCancelled",
     "RewindError",
     "Sampling",
@@ -78,6 +80,7 @@ __all__ = [
     "SnapshotError",
     "SnapshotMismatchError",
     "Stats",
+    "Times",
     "Trace",
     "__version__",
 ]

@@ -21,12 +21,14 @@ __all__ = ["Counts", "LastSave", "Stats", "collect"]
 class Counts:
     """Passes by their number of rows; one owner writes, anybody reads."""
 
-    __slots__ = ("aside", "passes", "prefilled", "seconds", "stepped")
+    __slots__ = ("aside", "components", "expert_reads", "passes", "prefilled", "seconds", "stepped")
 
     def __init__(self) -> None:
         self.stepped = self.prefilled = self.aside = 0
         self.seconds = 0.0
         self.passes: Counter[int] = Counter()
+        self.components: dict[str, float] = {}  # seconds of what was timed
+        self.expert_reads = 0
 
     def passed(self, rows: int, seconds: float, *, aside: bool = False) -> None:
         """Count a pass; ``aside`` is one that left the session where it was."""
@@ -46,6 +48,13 @@ class Counts:
         self.aside += other.aside
         self.seconds += other.seconds
         self.passes.update(other.passes.copy())
+        self.timed(other.components.copy(), other.expert_reads)
+
+    def timed(self, components: Mapping[str, float], expert_reads: int) -> None:
+        """Count what a clock has found."""
+        names = {**self.components, **components}
+        self.components = {n: self.components.get(n, 0.0) + components.get(n, 0.0) for n in names}
+        self.expert_reads += expert_reads
 
     def bytes_read(self, config: K3Config, step_bytes: Mapping[str, int]) -> int:
         """Bytes of weights that the passes have read; of the experts of a pass of many rows, the most it can be.
@@ -99,6 +108,10 @@ class Stats:
         says, the caller's with what nobody else keeps.
     last_save
         The last save that ended well, or None.
+    component_seconds
+        Seconds by component, of the passes that ran inside `Session.timed`; empty where none did.
+    expert_reads
+        Experts that these passes have read: in each MoE layer of each pass the different ones that its rows chose.
     """
 
     stepped: int
@@ -113,6 +126,8 @@ class Stats:
     marks: int
     mark_bytes: int
     last_save: LastSave | None
+    component_seconds: dict[str, float]
+    expert_reads: int
 
     @property
     def tokens(self) -> int:
@@ -151,5 +166,5 @@ def collect(model: Model, counts: Counts, sessions: Iterable[Session]) -> Stats:
     return Stats(
         counts.stepped, counts.prefilled, counts.aside, counts.passes.total(), counts.seconds,
         counts.bytes_read(model.config, model._weights.step_bytes()),
-        state, own, latent, marks, mark_bytes, last,
+        state, own, latent, marks, mark_bytes, last, dict(counts.components), counts.expert_reads,
     )  # fmt: skip

@@ -497,3 +497,16 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_copied(nano: Pa
     assert automatic["outcome"] == "cpu" and automatic["bytes_in"] == 0
     (line,) = automatic["said"]
     assert line.startswith("device 'auto': using the CPU: the model needs") and "MiB are free" in line
+
+
+def test_ops_on_a_gpu_are_not_timed(nano: Path, gpu: k3.Model) -> None:
+    """An op is not done when its call returns: times would be those of recording it."""
+    with gpu.session() as s, pytest.raises(k3.K3Error, match="on the CPU only"), s.timed():
+        pass
+    with (
+        k3.Model.open(nano, device="cpu", experts="cuda") as mixed,
+        mixed.session() as s,
+        pytest.raises(k3.K3Error, match="on the CPU only"),
+        s.timed(),
+    ):
+        pass

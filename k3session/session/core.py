@@ -35,6 +35,7 @@ from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling
 from k3session.saving import SaveJob
 from k3session.stats import Counts
+from k3session.times import Times
 from k3session.text import TokenizerLike
 from k3session.trace import Trace
 
@@ -115,6 +116,7 @@ class SessionCore:
         self._resume: str | None = None
         self._meta: Any = None
         self._trace: Trace | None = None
+        self._times: Times | None = None
         self._counts = Counts()
         self._jobs: list[SaveJob] = []
         self.sampling: Sampling | None = None

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from k3session.errors import InvalidTokenError, K3Error, NonFiniteError, PassCancelled
+from k3session.errors import InvalidTokenError, K3Error, NonFiniteError, PassCancelled, SessionBusyError
 from k3session.inputs import prompt_rows, token_id
 from k3session.memory import CHUNK_ROWS
 from k3session.progress import Progress, ProgressArgument
 from k3session.score import Score, ScoreSheet, check_top, logprobs, most_probable
 from k3session.session.drafts import Drafts
 from k3session.stats import Stats, collect
+from k3session.times import Times
 from k3session.trace import Trace, wanted_layers, wanted_names
 
 __all__ = ["Inspection"]
@@ -238,6 +239,58 @@ class Inspection(Drafts):
         """What the session has done and holds, in numbers; see `k3session.Stats`."""
         self._check_open()
         return collect(self._model, self._counts, [self])  # type: ignore[list-item]
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[Times]:
+        """Time the ops of the session's passes inside a ``with`` block, on the CPU.
+
+        A pass gives the same bits, timed or not.  A clock reads the time twice for each op, some 100 ns, which a small
+        model notices and a large one does not; outside of the block it costs nothing.  Timed are all passes of this
+        session alone; those of `Model.step` and `Model.forward` belong to several.
+
+        Yields
+        ------
+        Times
+            Seconds by component, and op by op with bytes and operations; `stats` adds them up afterwards.
+
+        Raises
+        ------
+        K3Error
+            It is being timed already, or a part of the model runs on a GPU.
+        SessionBusyError, ClosedError
+
+        Examples
+        --------
+        >>> import k3session as k3
+        >>> with k3.Model.open(device="cpu") as model, model.session() as s:
+        ...     with s.timed() as times:
+        ...         _ = s.prefill([82, 79, 77])
+        ...     times.expert_reads == s.stats.expert_reads, set(s.stats.component_seconds) == set(times.seconds)
+        (True, True)
+        """
+        with self._owner:
+            self._begin()
+            if self._times is not None:
+                raise K3Error(f"{self.name} is being timed already; leave that with block first")
+            times = Times(self._scratch)
+            self._times = times
+            times._start()
+        try:
+            yield times
+        finally:
+            self._stop_timing(times)
+
+    def _stop_timing(self, times: Times) -> None:
+        """Take the clock away between two passes: the one that another thread has in flight goes on with its table."""
+        while True:
+            try:
+                with self._owner:
+                    times._stop()
+                    self._times = None
+                    self._counts.timed(times.seconds, times.expert_reads)
+                    return
+            except SessionBusyError:
+                time.sleep(0.001)
 
     # ------------------------------------------------------------------------------------------
     # inside
