@@ -10,7 +10,7 @@ TESTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-device gpu-check soak style format bench build wheel sanitize avx512-emulated clean
+.PHONY: help demo test test-device gpu-check soak style format bench bench-peers peers build wheel sanitize avx512-emulated clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -48,10 +48,21 @@ format: $(VENV)/.dev  ## rewrite the code as the style checks want it
 	$(VENV)/bin/clang-format -i pyx/*.h cuda/*.h cuda/*.cuh cuda/*.cu cuda/*.cpp cuda/host/*.h cuda/host/*.cpp \
 	    cuda/emulator/*.h cuda/emulator/*.cpp tests/cpp/*.h tests/cpp/*.cpp tests/emulator/*.cu
 
-bench: $(VENV)/.test  ## run the benchmarks; writes benches/results/*.csv
+bench: $(VENV)/.test  ## run the benchmarks; writes benches/results/bench.csv, and fails on what became slower
 	@mkdir -p build benches/results
-	$(RUN) -m pytest benches/bench_*.py --benchmark-only --benchmark-json=build/bench.json $(TESTS)
+	$(RUN) -m pytest benches/bench_*.py --benchmark-only --benchmark-storage=file://.benchmarks --benchmark-autosave \
+	    --benchmark-json=build/bench.json $$($(RUN) benches/history.py before) $(TESTS)
 	$(RUN) benches/to_csv.py build/bench.json benches/results/bench.csv
+	$(RUN) benches/history.py check
+
+bench-peers: $(VENV)/.test  ## measure k3session beside the runtimes that `make peers` installs; OPTIONS=--quick
+	$(RUN) benches/peers $(OPTIONS)
+
+# llama.cpp is compiled for this processor, which takes long; what cannot be installed is left out of the comparison.
+peers: $(VENV)/.test  ## install the runtimes that bench-peers compares with, as far as that is possible here
+	-CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(PIP) install llama-cpp-python==0.3.36 --no-binary llama-cpp-python
+	-$(PIP) install gguf matplotlib
+	-$(PIP) install 'mlx[cpu]' mlx-lm
 
 build: $(VENV)/.built  ## compile what has changed
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from machine_id import identity
 
 import k3session as k3
 from k3session.synth import synth
@@ -52,6 +53,11 @@ def open_model(folders: dict[str, str]) -> Iterator[Opener]:
 def tokens(model: k3.Model, n: int, seed: int = 0) -> np.ndarray:
     """Random ids of a model's vocabulary."""
     return np.random.default_rng(seed).integers(0, model.config.vocab_size, n).astype(np.int32)
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Which machine a saved run is from: runs of others are not compared."""
+    machine_info["id"] = identity()["id"]
 
 
 def percentiles(benchmark: Any, **extra: object) -> None:
