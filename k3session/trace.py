@@ -242,6 +242,8 @@ class Trace:
         every: npt.NDArray[np.float32] | None,
         timeline: Any,
         failure: str | None = None,
+        *,
+        committed: bool = True,
     ) -> None:
         """Note what a pass has left: in its taps, its logits of every row, and the state of its timeline."""
         arrays: dict[str, npt.NDArray[Any]] = {}
@@ -258,6 +260,8 @@ class Trace:
             arrays["logits"] = every.reshape(tokens.size, 1, -1).copy()
         if "state_norm" in self.names:
             arrays["state_norm"] = _state_norms(timeline, self.layers)
+            if not committed:  # what the timeline holds is not what the pass made of it
+                arrays["state_norm"].fill(np.nan)
         self.passes.append(TracedPass(position, tokens.copy(), {n: arrays[n] for n in self.names}, failure))
 
 

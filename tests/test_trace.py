@@ -140,6 +140,35 @@ def test_scores_and_generations_are_traced_too(model: k3.Model) -> None:
         assert trace.positions.tolist() == [3, 4, 3, 4, 5, 6]
 
 
+def test_drafts_and_what_is_run_again_are_traced_too(model: k3.Model) -> None:
+    """The same values as stepping the same tokens, for a draft, for `rewind` and for `set_tokens`."""
+    names = ["attn_out", "state_norm", "logits"]
+    with model.session(marks=False) as plain, plain.trace(what=names) as expected:
+        for token in (1, 2, 3, 4):
+            plain.step(token)
+    with model.session(marks=False) as session:
+        session.step(1)
+        with session.trace(what=names) as draft, session.verify([2, 3, 4]) as d:
+            d.accept(2)
+        assert draft.tokens.tolist() == [2, 3, 4] and draft.positions.tolist() == [1, 2, 3]
+        assert equal(draft["attn_out"], expected["attn_out"][1:]) and equal(
+            draft["logits"], expected["logits"][1:]
+        )
+        assert draft["state_norm"].shape == (1, *expected["state_norm"].shape[1:])
+        assert np.isnan(draft["state_norm"]).all(), "a draft has not been committed when its pass ends"
+        with session.trace(what=names) as back:
+            assert session.rewind(2) == 2
+        assert back.tokens.tolist() == [1, 2] and back.positions.tolist() == [0, 1]
+        assert equal(back["attn_out"], expected["attn_out"][:2]) and equal(
+            back["logits"], expected["logits"][:2]
+        )
+        assert equal(back["state_norm"][-1], expected["state_norm"][1])
+        with session.trace(what="attn_out") as edit:
+            session.set_tokens([1, 2, 3, 4])
+        assert equal(edit["attn_out"], expected["attn_out"][4 - edit.tokens.size :])
+        assert equal(session.logits, expected["logits"][-1, 0])
+
+
 def test_embeddings_have_no_ids(model: k3.Model) -> None:
     rows = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     with model.session() as session, session.trace(what="embed") as trace:

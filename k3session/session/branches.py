@@ -437,16 +437,22 @@ class Branches(Snapshots):
 
     def _pass_aside(self, work: Any, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
         """A pass on another timeline than the session's; returns its row of logits."""
-        row = np.empty((1, self._vocab), np.float32)
+        at, trace, taps, every = work.position, self._trace, None, None
+        if trace is not None:
+            taps = trace.taps(self._decoder.weights, ids.size)
+            every = trace.rows_of_logits(ids.size, self._vocab)
+        rows = np.empty((1, self._vocab), np.float32) if every is None else every
         began = time.perf_counter()
         try:
-            bad = self._pass([work], [ids.size], ids, None, row)
+            bad = self._pass([work], [ids.size], ids, None, rows, every is not None, taps)
         except PassCancelled:
             self._scratch.clear_cancel()
             position = self._timeline.position
             raise PassCancelled(
                 f"cancelled; {self.name} stands at position {position}, as before", position
             ) from None
+        if trace is not None:
+            trace.took(at, ids, taps, every, work, None if bad is None else str(bad[0]))
         if bad is not None:
             raise NonFiniteError(
                 f"{bad[0]} gave a value that is not finite, in a pass over tokens from position {work.position} on; "
@@ -454,7 +460,7 @@ class Branches(Snapshots):
                 bad[0] or "",
             )
         self._counts.passed(ids.size, time.perf_counter() - began)
-        last: npt.NDArray[np.float32] = row[0]
+        last: npt.NDArray[np.float32] = rows[-1].copy()
         return last
 
 

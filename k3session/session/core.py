@@ -35,8 +35,8 @@ from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling
 from k3session.saving import SaveJob
 from k3session.stats import Counts
-from k3session.times import Times
 from k3session.text import TokenizerLike
+from k3session.times import Times
 from k3session.trace import Trace
 
 if TYPE_CHECKING:

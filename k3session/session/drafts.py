@@ -244,10 +244,12 @@ class Drafts(Branches):
                 if position + ids.size > self._capacity:
                     raise self._full(ids.size)
                 rows = np.empty((ids.size, self._vocab), np.float32)
+                trace = self._trace
+                taps = None if trace is None else trace.taps(self._decoder.weights, ids.size)
                 began = time.perf_counter()
                 try:
                     bad = self._decoder.forward(
-                        self._scratch, [self._timeline], [ids.size], ids, None, rows, True, None, True
+                        self._scratch, [self._timeline], [ids.size], ids, None, rows, True, taps, True
                     )
                 except PassCancelled:
                     self._scratch.clear_cancel()
@@ -255,6 +257,9 @@ class Drafts(Branches):
                         f"cancelled; {self.name} stands at position {position} and can go on from there",
                         position,
                     ) from None
+                if trace is not None:
+                    failure = None if bad is None else str(bad[0])
+                    trace.took(position, ids, taps, rows, self._timeline, failure, committed=False)
                 if bad is not None:
                     raise NonFiniteError(
                         f"{bad[0]} gave a value that is not finite, in a draft of {ids.size} tokens at position "

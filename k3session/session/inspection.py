@@ -184,7 +184,8 @@ class Inspection(Drafts):
         """Collect the inner values of the session's passes inside a ``with`` block.
 
         A pass gives the same bits, traced or not.  Recorded are the passes of `step`, `prefill`, `prefill_scored`,
-        `generate` and `score`, one row for each token.
+        `generate`, `score` and `verify`, and those that `rewind` and `set_tokens` run again, one row for each token;
+        not the passes of `Model.step` and `Model.forward`, which belong to several sessions.
 
         Parameters
         ----------
@@ -193,8 +194,8 @@ class Inspection(Drafts):
         what
             Names as in docs/architecture.md, such as "attn_in", "route_ids" or "kda_decay"; None keeps all but two
             that cost extra: "logits", the logits of every row, and "state_norm", the norm of each head's recurrent
-            matrix after the pass.  Of a pass of several rows only the last one has "final_mix" and "final_normed",
-            unless "logits" is among the names.
+            matrix after the pass, NaN for a draft, which is committed later.  Of a pass of several rows only the last
+            one has "final_mix" and "final_normed", unless "logits" is among the names.
 
         Yields
         ------
