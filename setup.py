@@ -32,6 +32,7 @@ MODULES = (
     "stream",
     "cuda_ops",
     "state",
+    "streaming",
     "decoder",
     "op_clock",
     "arguments",
@@ -71,6 +72,12 @@ DEPENDS = {
     "cuda_ops": ["pyx/driver.h"],
 }
 COMMON_SOURCES = ("pool.cpp", "dispatch.cpp", "probe.cpp", "recode.cpp")
+# Compiled into a module of their own.
+STREAMING_SOURCES = ("stream.cpp", "stream_ops.cpp", "stream_order.cpp")
+SOURCES = {
+    "gpu": ["cuda/launch.cpp"],
+    "streaming": [f"cuda/host/{name}" for name in STREAMING_SOURCES],
+}
 
 
 def require_supported_platform() -> None:
@@ -147,6 +154,8 @@ class BuildExt(build_ext):
         jobs: list[tuple[str, str, list[str]]] = []
         for source in sorted(HOST.glob("*.cpp")):
             name = str(source.relative_to(ROOT))
+            if source.name in STREAMING_SOURCES:
+                continue
             if source.name in COMMON_SOURCES:
                 jobs.append((name, "common", [*FLAGS, *QUIET, *LAST]))
             else:
@@ -176,7 +185,7 @@ def extensions() -> list[Extension]:
     modules = [
         Extension(
             f"k3session._core.{name}",
-            [f"pyx/{name}.pyx", *(["cuda/launch.cpp"] if name == "gpu" else [])],
+            [f"pyx/{name}.pyx", *SOURCES.get(name, [])],
             include_dirs=[str(ROOT / "cuda"), str(ROOT / "pyx"), generated],
             language="c++",
             extra_compile_args=[*FLAGS, "-O2", *QUIET, "-Wno-unused-function", *LAST],

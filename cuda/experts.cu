@@ -194,10 +194,11 @@ static int64_t experts_work_bytes(const k3_dims* dims, int64_t rows) {
 }
 
 static int cuda_experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const k3_pass* pass, const float* z,
-                        const int32_t* ids, const float* weights, float* u) {
+                        const int32_t* ids, const float* weights, float* u, int64_t first, int64_t end) {
     k3_cuda* c = (k3_cuda*)ctx;
     const experts_layout l = experts_lay_out(dims, pass->rows);
     const int64_t E = dims->num_experts, T = dims->num_experts_per_token, latent = dims->routed_expert_hidden_size;
+    if (first != 0 || end != E) return K3_UNSUPPORTED;                    // a device has all of them
     if (E > EXPERTS_MAX || T > EXPERTS_PLAN_SLOTS || l.bytes > c->work_bytes) return K3_UNSUPPORTED;
     experts_item* items = l.NR > 1 ? (experts_item*)c->work : nullptr;
     int32_t* order = (int32_t*)(c->work + l.order);

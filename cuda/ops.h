@@ -218,8 +218,11 @@ typedef struct k3_ops {
                  float* weights /*[R, T]*/, int64_t rows);
 
     // u = sum over the chosen experts, ascending id, of weight * W2 SiTU(W1 z, W3 z).  Rows without an owner get zeros.
+    // Only of experts first <= id < end: from 0 on u is set, from another one on it is added to, so that a host which has
+    // not all of them at a time may call with one range after the other.  A device is called with all of them.
     int (*experts)(void* ctx, const k3_dims*, const k3_moe*, const k3_pass*, const float* z /*[R, latent]*/,
-                   const int32_t* ids /*[R, T]*/, const float* weights /*[R, T]*/, float* u /*[R, latent]*/);
+                   const int32_t* ids /*[R, T]*/, const float* weights /*[R, T]*/, float* u /*[R, latent]*/, int64_t first,
+                   int64_t end);
 
     // s <- (restart ? 0 : s) + (a + b), b may be NULL; notes per segment the first sub-layer that is not finite.
     int (*residual)(void* ctx, const k3_pass*, float* s /*[R, d]*/, const float* a /*[R, d]*/, const float* b, int32_t restart,

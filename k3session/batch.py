@@ -195,6 +195,7 @@ def _borrow(model: Model, segments: int) -> Any:
 
 def _bring_back(model: Model, scratch: Scratch) -> None:
     with model._lock:
+        model._past.add_streamed(scratch.streamed(True))
         kept = model._batch_scratch
         if kept is None or kept.segments_room < scratch.segments_room:
             model._batch_scratch = scratch

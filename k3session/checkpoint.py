@@ -26,7 +26,7 @@ from k3session.errors import ClosedError
 from k3session.fingerprint import Fingerprint, Visitor, digest_checkpoint
 from k3session.problems import folder_error
 from k3session.progress import Progress, ProgressArgument
-from k3session.shards import StoredTensor
+from k3session.shards import StoredTensor, Unread
 
 __all__ = ["Checkpoint", "StoredTensor"]
 
@@ -144,8 +144,29 @@ class Checkpoint:
         self._check_open()
         return self._inspection.shards.array(self.info(name))
 
-    def data(self, name: str) -> memoryview:
-        """Return the bytes of a tensor as stored, without padding."""
+    def values(self, name: str) -> npt.NDArray[Any]:
+        """Return a tensor to be read now: as `tensor`, or a copy after `leave_mappings_untouched`."""
+        self._check_open()
+        return self._inspection.shards.values(self.info(name))
+
+    def leave_mappings_untouched(self) -> None:
+        """From here on `values` and `data` read by calls: no page of a mapped file comes to memory through them.
+
+        Arrays of `tensor` still lie in the mappings, for their shapes and addresses.
+        """
+        self._inspection.shards.leave_untouched()
+
+    def mappings(self) -> list[tuple[Path, int, int]]:
+        """Path, address and size of the mapping of each file."""
+        self._check_open()
+        return self._inspection.shards.mappings()
+
+    def forget_pages(self) -> None:
+        """Give back the memory of pages that were looked at through the mappings."""
+        self._inspection.shards.advise(mmap.MADV_DONTNEED)
+
+    def data(self, name: str) -> memoryview | Unread:
+        """Return the bytes of a tensor as stored, without padding; parts of it are memoryviews."""
         self._check_open()
         return self._inspection.shards.bytes(self.info(name))
 

@@ -72,7 +72,12 @@ def _size(n: float) -> str:
 def _open(args: argparse.Namespace, folder: str | None) -> Any:
     from k3session.model import Model
 
-    options = {"threads": args.threads, "weights": args.weights, "progress": True}
+    options = {
+        "threads": args.threads,
+        "weights": args.weights,
+        "memory": getattr(args, "memory", None),
+        "progress": True,
+    }
     return Model.open(**options) if folder is None else Model.open(folder, **options)
 
 
@@ -255,6 +260,58 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from k3session.plan import plan
+    from k3session.rates import ASSUMED, Rates
+
+    given = [getattr(args, f"{name}_rate") for name in ("disk", "memory", "core")]
+    if args.measure and any(g is not None for g in given):
+        print("k3session: expected --measure, or rates that are given, not both", file=sys.stderr)
+        return 2
+    assumed = (ASSUMED.disk, ASSUMED.memory, ASSUMED.cores)
+    rates = Rates(*(a if g is None else g for g, a in zip(given, assumed, strict=True)))
+    report = plan(
+        args.folder, args.memory, threads=args.threads, rates=rates, measured=args.measure, progress=True
+    )
+
+    def lines() -> list[str]:
+        divided, seconds, each = report["memory"], report["seconds"], report["per_token"]
+        how = "measured" if args.measure else "assumed or given"
+        text = [f"{report['path']} within {_size(divided['budget'])}, {report['threads']} threads"]
+        if divided["mapped"]:
+            text.append("everything fits: the files are mapped, and nothing is read while a pass runs")
+        else:
+            text.append(
+                f"stays in memory: {_size(divided['resident'])} of the trunk, and {divided['slots']} experts "
+                f"({_size(divided['slots'] * divided['slot'])}); read ahead: {_size(divided['ring'])}"
+            )
+        text += [
+            f"a session: {_size(divided['session'])}; the process without the model: {_size(divided['process'])}; "
+            f"smallest budget: {_size(divided['smallest'])}",
+            *(
+                f"{name:7} {_size(each[name]):>10} a token at {_size(report['rates'][name])}/s ({how}): "
+                f"{seconds[name]:.3g} s"
+                for name in ("disk", "memory", "cores")
+            ),
+            f"predicted: {seconds['token']:.3g} s a token; {seconds['without_overlap']:.3g} s if nothing overlapped",
+            report["advice"],
+        ]
+        return text
+
+    _say(args, report, lines)
+    return 0
+
+
+def _rate(text: str) -> float:
+    """Bytes a second, from a size."""
+    from k3session.budget import read_memory
+
+    try:
+        return float(read_memory(text) or 0)
+    except K3Error as problem:
+        raise argparse.ArgumentTypeError(f"expected bytes a second such as 3GB, found {text!r}") from problem
+
+
 def _compare(args: argparse.Namespace) -> int:
     from k3session.compare import Side, compare, record
 
@@ -315,6 +372,10 @@ def _parser() -> argparse.ArgumentParser:
         choices=("stored", "compact", "q8"),
         help="recode the trunk at load: compact, the same bits in about 12 bits a weight; q8, faster, with an error",
     )
+    memory = argparse.ArgumentParser(add_help=False)
+    memory.add_argument(
+        "--memory", metavar="SIZE", help="what the process may have in memory, such as 8GiB, or auto; default: no limit"
+    )
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
     def command(
@@ -326,7 +387,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.set_defaults(run=run)
         return parser
 
-    p = command("generate", _generate, "Continue a text.", as_json, threads)
+    p = command("generate", _generate, "Continue a text.", as_json, threads, memory)
     p.add_argument(
         "prompt", metavar="PROMPT", help="the text to continue; may be empty when --session goes on"
     )
@@ -382,10 +443,19 @@ def _parser() -> argparse.ArgumentParser:
         help="read every byte: look for values that are not finite, and hash everything",
     )
 
-    p = command("info", _info, "Say what a model is and how it would run here.", as_json, threads)
+    p = command("info", _info, "Say what a model is and how it would run here.", as_json, threads, memory)
     p.add_argument(
         "folder", metavar="DIR", nargs="?", help="a checkpoint folder; default: the small model that ships"
     )
+
+    p = command("plan", _plan, "Predict how a model runs within a memory budget, from its headers.", as_json, threads)
+    p.add_argument("folder", metavar="DIR")
+    p.add_argument("--memory", metavar="SIZE", required=True, help="what the process may have in memory: 8GiB, auto")
+    p.add_argument(
+        "--measure", action="store_true", help="measure disk, memory and cores for some two seconds, instead of assuming"
+    )
+    for name, what in (("disk", "from the disk"), ("memory", "from memory"), ("core", "of weights by the cores")):
+        p.add_argument(f"--{name}-rate", type=_rate, metavar="SIZE", help=f"bytes a second {what}, such as 3GB")
 
     command("doctor", _doctor, "Say what can be used here, and what not and why.", as_json)
 

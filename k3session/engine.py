@@ -12,10 +12,13 @@ from k3session._core.decoder import Decoder
 from k3session._core.gpu import Device
 from k3session._core.recode import recode
 from k3session._core.weights import Weights
+from k3session.budget import MemoryPlan
+from k3session.checkpoint import Checkpoint
 from k3session.config import K3Config
 from k3session.errors import DeviceError, DeviceMemoryError
 from k3session.memory import CHUNK_ROWS, memory_estimate
 from k3session.placement import PARTS, Placement, Wanted, suggestion
+from k3session.streaming import open_streamer
 
 __all__ = ["Engine"]
 
@@ -35,6 +38,10 @@ class Engine:
         The compiled graph, shared by all sessions.
     placement
         What runs where.
+    plan
+        How the memory budget was divided; None without one.
+    streamer
+        What reads weights while passes run; None where they are mapped.
     """
 
     def __init__(
@@ -44,7 +51,11 @@ class Engine:
         threads: int,
         isa: str,
         progress: Callable[[str, int, int], object] | None = None,
+        *,
+        checkpoint: Checkpoint | None = None,
+        memory: int | None = None,
     ) -> None:
+        self._untouched = checkpoint if memory is not None else None
         self._weights: Any = weights
         self._device: Device | None = None
         self._memory: DeviceMemory | None = None
@@ -60,6 +71,18 @@ class Engine:
             self.recoded = recode(weights, wanted.weights, threads, progress)
         split = wanted.prefill_precision == "bf16x2"
         self.decoder: Any = Decoder(weights, threads, isa, self._tables, split)
+        self.plan: MemoryPlan | None = None
+        self.streamer: Any = None
+        if memory is not None and checkpoint is not None:
+            try:
+                self.streamer, self.plan = open_streamer(
+                    checkpoint, weights, self.decoder, self.placement, memory, progress
+                )
+            except BaseException:
+                self.close()
+                raise
+            if self.streamer is not None:
+                self.decoder = Decoder(weights, threads, isa, self._tables, split, self.streamer)
 
     def _automatic(self, wanted: Wanted, progress: Callable[[str, int, int], object] | None) -> Placement:
         """Everything on the GPU where that can be, else what was asked for by name."""
@@ -91,7 +114,7 @@ class Engine:
                     f"{suggestion(sizes, free - scratch, placement.parts)}"
                 )
             self._tables = tables
-            tables.load(self._memory, placement.parts, progress)
+            tables.load(self._memory, placement.parts, self._reporting(progress))
         except BaseException:
             self._free()
             raise
@@ -103,9 +126,24 @@ class Engine:
         state = sizes["state_per_session"] + sizes["state_alternate"]
         return state + sizes["scratch"] + tables.work_bytes(CHUNK_ROWS) + 4 * CHUNK_ROWS * config.vocab_size
 
+    def _reporting(
+        self, progress: Callable[[str, int, int], object] | None
+    ) -> Callable[[str, int, int], object] | None:
+        """Within a budget, what was copied to a device does not stay in the host's memory meanwhile."""
+        checkpoint = self._untouched
+        if checkpoint is None:
+            return progress
+
+        def report(event: str, current: int, total: int) -> None:
+            checkpoint.forget_pages()
+            if progress is not None:
+                progress(event, current, total)
+
+        return report
+
     def close(self) -> None:
         """Let go of the weights, and free the device's memory."""
-        self.decoder = self._weights = None
+        self.decoder = self._weights = self.streamer = self._untouched = None
         self._free()
 
     def _free(self) -> None:

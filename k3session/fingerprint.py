@@ -19,7 +19,7 @@ import xxhash
 
 from k3session.config import K3Config
 from k3session.progress import Progress
-from k3session.shards import StoredTensor
+from k3session.shards import StoredTensor, Unread
 
 if TYPE_CHECKING:
     from k3session.checkpoint import Checkpoint
@@ -166,9 +166,9 @@ def digest_checkpoint(
     return Fingerprint(config_digest(checkpoint.config), parts[0], tuple(parts[1:-1]), parts[-1], deep)
 
 
-def _sample(state: Any, data: memoryview, *, ends: bool) -> None:
+def _sample(state: Any, data: memoryview | Unread, *, ends: bool) -> None:
     if len(data) <= WHOLE:
-        state.update(data)
+        state.update(data[:])
         return
     middle, last = (len(data) - WINDOW) // 2, len(data) - WINDOW
     for start in (0, middle, last) if ends else (middle,):

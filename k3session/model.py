@@ -20,6 +20,7 @@ from k3session import batch, env
 from k3session._core import ops
 from k3session._core.weights import Weights
 from k3session.alive import Alive
+from k3session.budget import MemoryPlan, read_memory
 from k3session.checkpoint import Checkpoint
 from k3session.config import K3Config
 from k3session.engine import Engine
@@ -64,6 +65,7 @@ class Model:
         wanted: Wanted,
         threads: int,
         isa: str,
+        memory: int | None = None,
         progress: ProgressArgument = False,
     ) -> None:
         report = Progress(progress)
@@ -76,7 +78,9 @@ class Model:
         ops.hold_pool()
         self._pool = weakref.finalize(self, ops.release_pool)
         self._pool.atexit = False  # at exit the threads go with the process
-        self._engine = Engine(self._weights, wanted, threads, isa, report or None)
+        self._engine = Engine(
+            self._weights, wanted, threads, isa, report or None, checkpoint=checkpoint, memory=memory
+        )
         self._decoder: Any = self._engine.decoder
         self._sessions: Alive[Session] = Alive()
         self._past = Counts()
@@ -109,6 +113,7 @@ class Model:
         threads: int | None = None,
         weights: str = "stored",
         prefill_precision: str = "exact",
+        memory: int | str | None = None,
         progress: ProgressArgument = False,
     ) -> Model:
         """Open a checkpoint folder.
@@ -138,6 +143,10 @@ class Model:
             "exact": a prefill gives the bits of single steps.  "bf16x2": on a GPU, passes of one session with more
             than 8 rows use the tensor cores, with each activation as the sum of two BF16 numbers, within 1e-4 of the
             largest logit.
+        memory
+            What the process may have in memory, as bytes or a size such as ``"8GiB"``; ``"auto"`` is what is free now,
+            less a tenth.  What does not fit within it is read from the files in every pass, with the same bits
+            as without a budget: docs/memory.md.  None maps the files and leaves it to the kernel.
         progress
             True draws a bar on a terminal; a function is called as ``progress(event, current, total)``.
 
@@ -163,10 +172,17 @@ class Model:
         elif isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256:
             raise ConfigError(f"threads is {threads!r}; expected None or a number from 1 to 256")
         wanted = Wanted.read(device, kda, mla, dense, experts, prefill_precision, weights)
+        budget = read_memory(memory)
+        if budget is not None and weights != "stored":
+            raise ConfigError(
+                f'weights="{weights}" recodes the trunk into memory, which memory= leaves in its files; expected one of them'
+            )
         isa = env.instruction_set(ops.best_isa(), ops.ISAS)
         checkpoint = Checkpoint.open(path, progress=progress)
         try:
-            return cls(checkpoint, wanted=wanted, threads=threads, isa=isa, progress=progress)
+            if budget is not None:
+                checkpoint.leave_mappings_untouched()
+            return cls(checkpoint, wanted=wanted, threads=threads, isa=isa, memory=budget, progress=progress)
         except BaseException:
             checkpoint.close()
             raise
@@ -286,6 +302,11 @@ class Model:
             return self._fingerprint
 
     @property
+    def memory(self) -> MemoryPlan | None:
+        """How the budget that the model was opened with was divided; None without one."""
+        return self._engine.plan
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token adds to a session with an fp32 latent cache; half of it with bf16."""
         c = self.config
@@ -385,3 +406,4 @@ class Model:
         with self._lock:
             self._sessions.discard(session)
             self._past.add(session._counts)
+            self._past.add_streamed(session._scratch.streamed())

@@ -43,12 +43,48 @@ class StoredTensor(NamedTuple):
     component: str
 
 
+class Unread:
+    """The bytes of a tensor that are read when a part of them is asked for: ``data[start:end]``."""
+
+    def __init__(self, shards: Shards, tensor: StoredTensor) -> None:
+        self._shards, self._tensor = shards, tensor
+
+    def __len__(self) -> int:
+        return self._tensor.nbytes
+
+    def __getitem__(self, part: slice) -> memoryview:
+        start, end, _ = part.indices(self._tensor.nbytes)
+        count = max(0, end - start)
+        return memoryview(self._shards.read(self._tensor.file, self._tensor.offset + start, count))
+
+
 class Shards:
-    """Read-only mappings, one per file, made when first asked for."""
+    """Read-only mappings, one per file, made when first asked for.
+
+    With `touched` false no byte is looked at through them: values are read by calls, which can fail, and take no memory
+    of the process beside their own.
+    """
 
     def __init__(self, sizes: dict[Path, int]) -> None:
         self._sizes = sizes
         self._maps: dict[Path, mmap.mmap] = {}
+        self._handles: dict[Path, int] = {}
+        self.touched = True
+
+    def leave_untouched(self) -> None:
+        """Look at no mapping from here on; files that are mapped stay open for reads by calls.
+
+        Raises
+        ------
+        CheckpointError
+            A file cannot be opened any more.
+        """
+        self.touched = False
+        for file in self._maps:
+            try:
+                self._handles[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(f"{file.name}: cannot be opened: {error.strerror or error}.") from error
 
     def map(self, file: Path) -> mmap.mmap:
         """Return the mapping of `file`, whose size is to be what it was when its header was read.
@@ -83,9 +119,12 @@ class Shards:
             They cannot be read.
         """
         try:
-            with open(file, "rb") as handle:
-                handle.seek(start)
-                data = handle.read(count)
+            if file in self._handles:
+                data = os.pread(self._handles[file], count, start)
+            else:
+                with open(file, "rb") as handle:
+                    handle.seek(start)
+                    data = handle.read(count)
         except OSError as error:
             raise CheckpointError(f"{file.name}: cannot be read: {error.strerror or error}.") from error
         if len(data) != count:
@@ -98,8 +137,25 @@ class Shards:
         count = tensor.nbytes // kind.itemsize
         return np.frombuffer(self.map(tensor.file), kind, count, tensor.offset).reshape(tensor.shape)
 
-    def bytes(self, tensor: StoredTensor) -> memoryview:
+    def values(self, tensor: StoredTensor) -> npt.NDArray[Any]:
+        """Return `tensor` to be read now: as `array`, or a copy where mappings are not to be touched."""
+        if self.touched:
+            return self.array(tensor)
+        data = self.read(tensor.file, tensor.offset, tensor.nbytes)
+        return np.frombuffer(data, ARRAY_TYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def mappings(self) -> list[tuple[Path, int, int]]:
+        """Path, address and size of each mapped file."""
+        found = []
+        for file, made in self._maps.items():
+            at = np.frombuffer(made, np.uint8).__array_interface__["data"][0] if len(made) else 0
+            found.append((file, int(at), len(made)))
+        return found
+
+    def bytes(self, tensor: StoredTensor) -> memoryview | Unread:
         """Return the bytes of `tensor` as the file holds them."""
+        if not self.touched:
+            return Unread(self, tensor)
         return memoryview(self.map(tensor.file))[tensor.offset : tensor.offset + tensor.nbytes]
 
     def advise(self, how: int) -> None:
@@ -109,6 +165,9 @@ class Shards:
 
     def close(self) -> None:
         """Let go of the mappings; those that arrays still look into go when the arrays do."""
+        handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            os.close(handle)
         maps, self._maps = self._maps, {}
         for made in maps.values():
             try:

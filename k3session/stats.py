@@ -21,7 +21,7 @@ __all__ = ["Counts", "LastSave", "Stats", "collect"]
 class Counts:
     """Passes by their number of rows; one owner writes, anybody reads."""
 
-    __slots__ = ("aside", "components", "expert_reads", "passes", "prefilled", "seconds", "stepped")
+    __slots__ = ("aside", "components", "expert_reads", "passes", "prefilled", "seconds", "stepped", "streamed")
 
     def __init__(self) -> None:
         self.stepped = self.prefilled = self.aside = 0
@@ -29,6 +29,8 @@ class Counts:
         self.passes: Counter[int] = Counter()
         self.components: dict[str, float] = {}  # seconds of what was timed
         self.expert_reads = 0
+        # Bytes read from files, ns that passes waited for them, experts used, and those that were not in memory.
+        self.streamed = (0, 0, 0, 0)
 
     def passed(self, rows: int, seconds: float, *, aside: bool = False) -> None:
         """Count a pass; ``aside`` is one that left the session where it was."""
@@ -49,12 +51,19 @@ class Counts:
         self.seconds += other.seconds
         self.passes.update(other.passes.copy())
         self.timed(other.components.copy(), other.expert_reads)
+        self.add_streamed(other.streamed)
 
     def timed(self, components: Mapping[str, float], expert_reads: int) -> None:
         """Count what a clock has found."""
         names = {**self.components, **components}
         self.components = {n: self.components.get(n, 0.0) + components.get(n, 0.0) for n in names}
         self.expert_reads += expert_reads
+
+    def add_streamed(self, counts: tuple[int, int, int, int] | None) -> None:
+        """Add what a scratch has counted."""
+        if counts is not None:
+            a, b, c, d = self.streamed
+            self.streamed = (a + counts[0], b + counts[1], c + counts[2], d + counts[3])
 
     def bytes_read(self, config: K3Config, step_bytes: Mapping[str, int]) -> int:
         """Bytes of weights that the passes have read; of the experts of a pass of many rows, the most it can be.
@@ -112,6 +121,12 @@ class Stats:
         Seconds by component, of the passes that ran inside `Session.timed`; empty where none did.
     expert_reads
         Experts that these passes have read: in each MoE layer of each pass the different ones that its rows chose.
+    disk_bytes, disk_seconds
+        Within a memory budget: bytes read from the checkpoint's files for passes, and seconds that passes waited for
+        them.  Those of batches count for the model, not for its sessions.
+    experts_used, experts_missed
+        Within a memory budget: experts that passes have used, each once per layer and pass, and how many of them were
+        not in memory when the router chose them.
     """
 
     stepped: int
@@ -128,6 +143,21 @@ class Stats:
     last_save: LastSave | None
     component_seconds: dict[str, float]
     expert_reads: int
+    disk_bytes: int = 0
+    disk_seconds: float = 0.0
+    experts_used: int = 0
+    experts_missed: int = 0
+
+    @property
+    def disk_bytes_per_token(self) -> float:
+        """Bytes read from files for each row of the passes; 0 before the first one."""
+        rows = self.tokens + self.aside
+        return self.disk_bytes / rows if rows else 0.0
+
+    @property
+    def expert_hit_rate(self) -> float | None:
+        """The share of experts that were in memory when they were chosen; None where none are streamed."""
+        return 1 - self.experts_missed / self.experts_used if self.experts_used else None
 
     @property
     def tokens(self) -> int:
@@ -141,17 +171,26 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a dict that JSON can hold."""
-        return asdict(self) | {"tokens": self.tokens, "tokens_per_second": self.tokens_per_second}
+        return asdict(self) | {
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "disk_bytes_per_token": self.disk_bytes_per_token,
+            "expert_hit_rate": self.expert_hit_rate,
+        }
 
 
 def collect(model: Model, counts: Counts, sessions: Iterable[Session]) -> Stats:
     """The numbers of these sessions, and of what they have counted."""
     state = own = latent = marks = mark_bytes = 0
     last: LastSave | None = None
+    streamed = Counts()
+    streamed.add_streamed(counts.streamed)
     for session in sessions:
         timeline = session._timeline
         if timeline is None:  # closed by another thread
             continue
+        scratch = session._scratch
+        streamed.add_streamed(None if scratch is None else scratch.streamed())
         held = int(timeline.nbytes)
         state += held
         latent += held - session._fixed_bytes
@@ -167,4 +206,5 @@ def collect(model: Model, counts: Counts, sessions: Iterable[Session]) -> Stats:
         counts.stepped, counts.prefilled, counts.aside, counts.passes.total(), counts.seconds,
         counts.bytes_read(model.config, model._weights.step_bytes()),
         state, own, latent, marks, mark_bytes, last, dict(counts.components), counts.expert_reads,
+        streamed.streamed[0], streamed.streamed[1] / 1e9, streamed.streamed[2], streamed.streamed[3],
     )  # fmt: skip

@@ -138,7 +138,7 @@ cdef extern from "ops.h" nogil:
         int (*mla_unabsorb)(void*, const k3_dims*, const k3_mla*, const float*, const float*, float*, int64_t) noexcept nogil
         int (*route)(void*, const k3_dims*, const float*, const float*, int32_t*, float*, int64_t) noexcept nogil
         int (*experts)(void*, const k3_dims*, const k3_moe*, const k3_pass*, const float*, const int32_t*, const float*,
-                       float*) noexcept nogil
+                       float*, int64_t, int64_t) noexcept nogil
         int (*residual)(void*, const k3_pass*, float*, const float*, const float*, int32_t, int32_t, int64_t) noexcept nogil
         int (*finite)(void*, const k3_pass*, const float*, const int32_t*, int32_t, int64_t, int64_t) noexcept nogil
         int (*read)(void*, void*, const void*, int64_t) noexcept nogil

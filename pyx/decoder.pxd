@@ -6,6 +6,7 @@ from k3session._core.cuda_ops cimport DeviceTables
 from k3session._core.memory cimport Memory
 from k3session._core.ops cimport Ops
 from k3session._core.state cimport Block, Timeline
+from k3session._core.streaming cimport Streamer
 from k3session._core.weights cimport Tables, Weights
 
 
@@ -128,6 +129,7 @@ cdef class Decoder:
     cdef readonly str isa
     cdef readonly DeviceTables device
     cdef readonly bint split_activations
+    cdef readonly Streamer streamer     # where weights of the host are read while a pass runs, else None
 
     cdef bint on_device(self, str part)
     cdef Memory memory_of(self, str part)

@@ -21,6 +21,7 @@ from k3session._core.cuda_ops cimport CudaOps, DeviceTables
 from k3session._core.memory cimport HOST, Memory, aligned
 from k3session._core.ops cimport CpuOps, Ops, PassShape, float_mode_enter, float_mode_leave
 from k3session._core.state cimport Block, Timeline, drop_block, new_block
+from k3session._core.streaming cimport OrderOps, Streamer, StreamOps
 from k3session._core.weights cimport Weights
 
 from k3session.errors import K3Error, PassCancelled
@@ -110,11 +111,14 @@ cdef class Decoder:
         "kda", "mla", "dense" and "experts" the others.
     split_activations : bool
         Prefill on the device's tensor cores.
+    streamer : Streamer, optional
+        Reads the host's part of the weights while passes run.
     """
 
     def __cinit__(self, Weights weights not None, int threads, str isa, DeviceTables device=None,
-                  bint split_activations=False):
+                  bint split_activations=False, Streamer streamer=None):
         self.weights = weights
+        self.streamer = streamer
         self.threads = threads
         self.isa = isa
         self.device = device
@@ -126,6 +130,25 @@ cdef class Decoder:
 
     cdef Memory memory_of(self, str part):
         return self.device.memory if self.on_device(part) else HOST
+
+    def reading_order(self) -> list:
+        """The matrices that a pass on the host needs, in this order: what `OrderOps.steps` returns."""
+        cdef Side main = Side(self, OrderOps(self.weights, self.on_device("trunk")), 1, 1)
+        cdef Side other = Side(self, OrderOps(self.weights, not self.on_device("trunk")), 1, 1)
+        cdef Work* work = &main.work
+        cdef bint trunk = self.on_device("trunk")
+        cdef Taps taps = None
+        cdef int status
+        work.kda = work if self.on_device("kda") == trunk else &other.work
+        work.mla = work if self.on_device("mla") == trunk else &other.work
+        work.dense = work if self.on_device("dense") == trunk else &other.work
+        work.experts = work if self.on_device("experts") == trunk else &other.work
+        work.job.rows = other.work.job.rows = 1
+        with nogil:
+            status = self.run(work, 1, taps)
+        if status != DONE:
+            raise K3Error("the order of the matrices could not be found")
+        return (other if trunk else main).backend.steps()
 
     def timeline(self, bint bf16_latent=False, int64_t page_rows=64) -> Timeline:
         """A new timeline at position 0, whose state lives where the layers run."""
@@ -296,7 +319,8 @@ cdef class Decoder:
             bad |= z.ops.submit(z.ops.ctx)
         # Numbers of experts that never arrived would address anything.
         if bad == 0:
-            bad = e.ops.experts(e.ops.ctx, dims, &e.tables.layers[i].moe, &e.job, e.z, e.route_ids, e.route_weights, e.u)
+            bad = e.ops.experts(e.ops.ctx, dims, &e.tables.layers[i].moe, &e.job, e.z, e.route_ids, e.route_weights, e.u,
+                                0, dims.num_experts)
         bad |= carry(e, z, z.u, e.u, latent)
         if taps is not None:
             taps.put(z, ROUTE_IDS, i, <float*>z.route_ids, R, T)
@@ -444,6 +468,7 @@ cdef class Decoder:
         cdef unsigned int mode
         cdef int status = DONE
         cdef bint complete = False
+        cdef double checked = monotonic()
         cdef PassShape shape
         shape.rows, shape.segments, shape.take = work.job.rows, work.job.n_segments, main.padded(n_take)
         shape.kind = EMBEDDED if embeddings != NULL else PLAIN
@@ -453,6 +478,9 @@ cdef class Decoder:
         if work.mapped:
             work.logits = logits
         with nogil:
+            while not main.ready() or not other.ready():
+                if interrupted(work, &checked):
+                    return CANCELLED
             mode = float_mode_enter()
             try:
                 status = main.begin(shape, z.main.bad_at + shape.segments * sizeof(int32_t))
@@ -694,7 +722,8 @@ cdef class Scratch:
         cdef Decoder d = self.decoder
         cdef CudaOps gpu
         if not on_device:
-            return Side(d, CpuOps(d.weights, self.rows, d.threads, d.isa), self.rows, self.segments_room)
+            kind = CpuOps if d.streamer is None else StreamOps
+            return Side(d, kind(d.weights, self.rows, d.threads, d.isa, d.streamer), self.rows, self.segments_room)
         gpu = CudaOps(d.device.memory, self.rows, d.split_activations)
         gpu.prepare(&d.weights.dims)
         return Side(d, gpu, self.rows, self.segments_room)
@@ -761,6 +790,13 @@ cdef class Scratch:
             found = self.other.backend.failure()
         return found or K3Error("an op cannot take these shapes, or found its buffers too small; please report this with the "
                                 "model's config.json")
+
+    def streamed(self, bint clear=False) -> tuple[int, int, int, int] | None:
+        """`StreamOps.counts` of the passes so far; None where no weights are streamed."""
+        for side in (self.main, self.other):
+            if side is not None and isinstance((<Side>side).backend, StreamOps):
+                return (<Side>side).backend.counts(clear)
+        return None
 
     @property
     def weights(self) -> Weights:

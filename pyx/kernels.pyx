@@ -487,14 +487,19 @@ cdef class Kernels:
         self.end(mode, status)
         return ids, weights
 
-    def experts(self, z, ids, weights, w1, w2, w3) -> np.ndarray:
-        """The weighted sum of the chosen experts, [R, latent]; w1, w2, w3 are lists of E matrices: gate, down, up."""
+    def experts(self, z, ids, weights, w1, w2, w3, cuts=()) -> np.ndarray:
+        """The weighted sum of the chosen experts, [R, latent]; w1, w2, w3 are lists of E matrices: gate, down, up.
+
+        With ``cuts``, ascending ids, the op is called for the experts up to each and then for the rest.
+        """
         cdef int64_t R = self.count("z", z), E = self.d.num_experts, T = self.d.num_experts_per_token, e, which
         cdef int64_t latent = self.d.routed_expert_hidden_size, inner = self.d.moe_intermediate_size
         cdef k3_moe w
         cdef Rows p = Rows(R, None)
         cdef Matrix one
         cdef k3_matrix* all_of_them
+        cdef int64_t first, end
+        cdef int status
         memset(&w, 0, sizeof(w))
         p_z, p_weights = self.values("z", z, (R, latent)), self.values("weights", weights, (R, T))
         check_array("ids", ids, (R, T), np.int32)
@@ -516,8 +521,10 @@ cdef class Kernels:
         all_of_them = <k3_matrix*>self.given(table)
         w.w1, w.w2, w.w3 = all_of_them, all_of_them + E, all_of_them + 2 * E
         mode = self.begin()
-        status = self.table.experts(self.table.ctx, &self.d, &w, self.laid_out(p), p_z, <const int32_t*>self.given(ids),
-                                    p_weights, self.made(u))
+        p_ids, p_u, p_pass, status, first = <const int32_t*>self.given(ids), self.made(u), self.laid_out(p), 0, 0
+        for end in (*cuts, E):
+            status |= self.table.experts(self.table.ctx, &self.d, &w, p_pass, p_z, p_ids, p_weights, p_u, first, end)
+            first = end
         self.end(mode, status)
         return u
 

@@ -22,6 +22,7 @@ cdef class Ops:
 
     cdef int64_t padded(self, int64_t rows) noexcept nogil
     cdef int open_mail(self, int64_t nbytes, char** host, char** here) except -1
+    cdef bint ready(self) noexcept nogil
     cdef int begin(self, PassShape shape, int64_t mail_bytes) noexcept nogil
     cdef int end(self, bint complete, int64_t offset, int64_t nbytes) noexcept nogil
 

@@ -138,6 +138,10 @@ cdef class Ops:
         host[0] = here[0] = self.mail
         return 0
 
+    cdef bint ready(self) noexcept nogil:
+        """Whether a pass may begin; ops that run one at a time wait a moment for their turn, and are asked again."""
+        return True
+
     cdef int begin(self, PassShape shape, int64_t mail_bytes) noexcept nogil:
         """Before the ops of a pass: the first ``mail_bytes`` of the mail are delivered."""
         return 0
@@ -156,9 +160,12 @@ cdef class Ops:
 
 @cython.no_gc_clear
 cdef class CpuOps(Ops):
-    """The ops of one instruction set for passes of up to ``rows`` rows on up to ``threads`` threads."""
+    """The ops of one instruction set for passes of up to ``rows`` rows on up to ``threads`` threads.
 
-    def __cinit__(self, Weights weights not None, int64_t rows, int threads, str isa):
+    ``streamer`` is for `StreamOps`.
+    """
+
+    def __cinit__(self, Weights weights not None, int64_t rows, int threads, str isa, streamer=None):
         cdef int64_t x_floats, work_floats, list_items
         op_table(isa, &self.table)
         k3_pool_hold()                  # for as long as a pass could use the threads

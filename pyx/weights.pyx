@@ -45,7 +45,7 @@ cdef class Weights:
             self.tables.lm_head = self.tables.embed_tokens
         else:
             self.tables.lm_head = self._matrix(checkpoint, "lm_head.weight", config.vocab_size, config.hidden_size)
-        self.tables.norm = self._vector(checkpoint.tensor("model.norm.weight"))
+        self.tables.norm = self._vector(checkpoint.values("model.norm.weight"))
         self.tables.output_attn_res = self._vector(_res(checkpoint, "model.output_attn_res"))
         if self.dims.rotary:
             pairs = np.arange(config.qk_rope_head_dim // 2, dtype=np.float64)
@@ -176,8 +176,8 @@ cdef class Weights:
         L.is_kda = c.is_kda(i)
         L.is_moe = c.is_moe(i)
         L.mixer_index = mixer_index
-        L.input_layernorm = self._vector(checkpoint.tensor(prefix + "input_layernorm.weight"))
-        L.post_attention_layernorm = self._vector(checkpoint.tensor(prefix + "post_attention_layernorm.weight"))
+        L.input_layernorm = self._vector(checkpoint.values(prefix + "input_layernorm.weight"))
+        L.post_attention_layernorm = self._vector(checkpoint.values(prefix + "post_attention_layernorm.weight"))
         L.self_attention_res = self._vector(_res(checkpoint, prefix + "self_attention_res"))
         L.mlp_res = self._vector(_res(checkpoint, prefix + "mlp_res"))
 
@@ -191,12 +191,12 @@ cdef class Weights:
             L.kda.b_proj = self._matrix(checkpoint, attn + "b_proj.weight", H, d)
             L.kda.g_proj = self._matrix(checkpoint, attn + "g_proj.weight", C, d)
             L.kda.o_proj = self._matrix(checkpoint, attn + "o_proj.weight", d, C)
-            taps = [widen(checkpoint.tensor(f"{attn}{n}_conv1d.weight")).reshape(C, -1).T for n in "qkv"]
+            taps = [widen(checkpoint.values(f"{attn}{n}_conv1d.weight")).reshape(C, -1).T for n in "qkv"]
             L.kda.conv1d = self._vector(np.stack(taps))
-            A_log = widen(checkpoint.tensor(attn + "A_log")).reshape(-1)[:H]
+            A_log = widen(checkpoint.values(attn + "A_log")).reshape(-1)[:H]
             L.kda.A = self._vector(np.exp(A_log.astype(np.float64)).astype(np.float32))
-            L.kda.dt_bias = self._vector(checkpoint.tensor(attn + "dt_bias"))
-            L.kda.o_norm = self._vector(checkpoint.tensor(attn + "o_norm.weight"))
+            L.kda.dt_bias = self._vector(checkpoint.values(attn + "dt_bias"))
+            L.kda.o_norm = self._vector(checkpoint.values(attn + "o_norm.weight"))
         else:
             Hm, nope, rope, v = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
             L.mla.q_a_proj = self._matrix(checkpoint, attn + "q_a_proj.weight", c.q_lora_rank, d)
@@ -207,8 +207,8 @@ cdef class Weights:
             if c.mla_use_output_gate:
                 L.mla.g_proj = self._matrix(checkpoint, attn + "g_proj.weight", Hm * v, d)
             L.mla.o_proj = self._matrix(checkpoint, attn + "o_proj.weight", d, Hm * v)
-            L.mla.q_a_layernorm = self._vector(checkpoint.tensor(attn + "q_a_layernorm.weight"))
-            L.mla.kv_a_layernorm = self._vector(checkpoint.tensor(attn + "kv_a_layernorm.weight"))
+            L.mla.q_a_layernorm = self._vector(checkpoint.values(attn + "q_a_layernorm.weight"))
+            L.mla.kv_a_layernorm = self._vector(checkpoint.values(attn + "kv_a_layernorm.weight"))
 
         if not L.is_moe:
             mlp = prefix + "mlp."
@@ -218,11 +218,11 @@ cdef class Weights:
             E = c.num_experts
             latent, inner = c.routed_expert_hidden_size, c.moe_intermediate_size
             L.moe.gate = self._matrix(checkpoint, moe + "gate.weight", E, d)
-            L.moe.e_score_correction_bias = self._vector(checkpoint.tensor(moe + "gate.e_score_correction_bias"))
+            L.moe.e_score_correction_bias = self._vector(checkpoint.values(moe + "gate.e_score_correction_bias"))
             L.moe.routed_expert_down_proj = self._matrix(checkpoint, moe + "routed_expert_down_proj.weight", latent, d)
             L.moe.routed_expert_up_proj = self._matrix(checkpoint, moe + "routed_expert_up_proj.weight", d, latent)
             if c.latent_moe_use_norm:
-                L.moe.routed_expert_norm = self._vector(checkpoint.tensor(moe + "routed_expert_norm.weight"))
+                L.moe.routed_expert_norm = self._vector(checkpoint.values(moe + "routed_expert_norm.weight"))
             packed = checkpoint.packed_experts(i)
             w = self.tables.experts + moe_index * 3 * E
             L.moe.w1, L.moe.w2, L.moe.w3 = w, w + E, w + 2 * E
@@ -248,5 +248,5 @@ cdef tuple _span(k3_matrix m):
 
 def _res(checkpoint, str name):
     """norm.weight * proj.weight of an AttnRes site, multiplied in float32."""
-    norm, proj = (widen(checkpoint.tensor(f"{name}_{part}.weight")).reshape(-1) for part in ("norm", "proj"))
+    norm, proj = (widen(checkpoint.values(f"{name}_{part}.weight")).reshape(-1) for part in ("norm", "proj"))
     return norm * proj

@@ -23,6 +23,7 @@ struct Run {
     const int64_t *active, *begin;    // experts in use, ascending; first slot of each, and one past the last
     const int64_t *row, *choice;      // [R * T] by slot: the row, and its index into weights
     int64_t n_active, rows, strips, width;
+    bool fresh;                       // u is set, not added to
 };
 
 void hidden(void* arg, int64_t i) {
@@ -48,7 +49,7 @@ void output(void* arg, int64_t i) {
     const Run* run = (const Run*)arg;
     const int64_t latent = run->dims->routed_expert_hidden_size;
     const int64_t r0 = i * run->width, n = min64(run->width, latent - r0);
-    for (int64_t r = 0; r < run->rows; ++r) memset(run->u + r * latent + r0, 0, (size_t)n * 4);
+    for (int64_t r = 0; run->fresh && r < run->rows; ++r) memset(run->u + r * latent + r0, 0, (size_t)n * 4);
     for (int64_t a = 0; a < run->n_active; ++a) {
         const k3_matrix* w2 = run->moe->w2 + run->active[a];
         const int64_t ldh = padded(w2->cols);
@@ -77,7 +78,7 @@ void output(void* arg, int64_t i) {
 }  // namespace
 
 int experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const k3_pass* pass, const float* z, const int32_t* ids,
-            const float* weights, float* u) {
+            const float* weights, float* u, int64_t first_id, int64_t end_id) {
     const k3_cpu* cpu = (const k3_cpu*)ctx;
     const int64_t E = dims->num_experts, T = dims->num_experts_per_token, rows = pass->rows;
     const k3_matrix *w1 = moe->w1, *w2 = moe->w2;
@@ -88,8 +89,9 @@ int experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const k3_pass* pa
     int64_t *active = cpu->list, *begin = active + E + 1, *row = begin + E + 1, *choice = row + rows * T;
     int64_t* fill = active;           // counts first, compacted to the list of active experts afterwards
     for (int64_t e = 0; e < E; ++e) fill[e] = 0;
+    const auto wanted = [&](int64_t s) { return pass->owner[s / T] >= 0 && ids[s] >= first_id && ids[s] < end_id; };
     for (int64_t s = 0; s < rows * T; ++s)
-        if (pass->owner[s / T] >= 0) ++fill[ids[s]];
+        if (wanted(s)) ++fill[ids[s]];
     int64_t at = 0;
     for (int64_t e = 0; e < E; ++e) {
         const int64_t n = fill[e];
@@ -97,7 +99,7 @@ int experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const k3_pass* pa
         at += n;
     }
     for (int64_t s = 0; s < rows * T; ++s) {
-        if (pass->owner[s / T] < 0) continue;
+        if (!wanted(s)) continue;
         const int64_t to = fill[ids[s]]++;
         row[to] = s / T;
         choice[to] = s;
@@ -114,7 +116,7 @@ int experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const k3_pass* pa
     begin[n_active] = at;
 
     for (int64_t r = 0; r < rows; ++r) prepare_row(z + r * w1->cols, w1->cols, w1->dtype, cpu->x + r * ld);
-    Run run = {dims, moe, weights, cpu->x, cpu->work, u, active, begin, row, choice, n_active, rows, 0, 0};
+    Run run = {dims, moe, weights, cpu->x, cpu->work, u, active, begin, row, choice, n_active, rows, 0, 0, first_id == 0};
     run.strips = (w1->rows + K3_SITU_ROWS - 1) / K3_SITU_ROWS;
     run.width = 64;
     const int64_t outputs = (w2->rows + run.width - 1) / run.width;

@@ -81,7 +81,8 @@ int mla_absorb(void*, const k3_dims*, const k3_mla*, const float*, float*, int64
 int mla_attend(void*, const k3_dims*, const k3_pass*, int64_t, const float*, float*);
 int mla_unabsorb(void*, const k3_dims*, const k3_mla*, const float*, const float*, float*, int64_t);
 int route(void*, const k3_dims*, const float*, const float*, int32_t*, float*, int64_t);
-int experts(void*, const k3_dims*, const k3_moe*, const k3_pass*, const float*, const int32_t*, const float*, float*);
+int experts(void*, const k3_dims*, const k3_moe*, const k3_pass*, const float*, const int32_t*, const float*, float*, int64_t,
+            int64_t);
 int residual(void*, const k3_pass*, float*, const float*, const float*, int32_t, int32_t, int64_t);
 int finite(void*, const k3_pass*, const float*, const int32_t*, int32_t, int64_t, int64_t);
 int read(void*, void*, const void*, int64_t);

@@ -70,6 +70,7 @@ class Kernels:
         w1: Sequence[Matrix],
         w2: Sequence[Matrix],
         w3: Sequence[Matrix],
+        cuts: Sequence[int] = (),
     ) -> _F32: ...
     def residual(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-from typing import Final, Self, final
+from typing import Any, Final, Self
 
 from typing_extensions import disjoint_base
 
@@ -26,9 +26,9 @@ class Ops:
     def failure(self) -> Exception | None: ...
     def poison(self) -> None: ...
 
-@final
+@disjoint_base
 class CpuOps(Ops):
-    def __new__(cls, weights: Weights, rows: int, threads: int, isa: str) -> Self: ...
+    def __new__(cls, weights: Weights, rows: int, threads: int, isa: str, streamer: Any = None) -> Self: ...
     @property
     def isa(self) -> str: ...
     @property

@@ -1,0 +1,772 @@
+// SPDX-License-Identifier: MIT
+//
+// The reader behind the streaming ops: a few threads, a ring for what is read ahead, slots for experts.
+//
+// One lock guards all of it; it is never held while a file is read.  What is to be read is cut into chunks, so that
+// several reads are under way at any time, as a disk needs them.  An expert that a router has chosen comes before what
+// is read ahead.
+//
+// Trust.  Files are compared with what they were before a pass and after it, and a pass only counts if both times they
+// were the same: so what it has read is what the checkpoint holds.  After a failure nothing is read ahead until a pass
+// has found the files in order again.
+
+#include "stream.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <math.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+struct k3_entry {            // a block on its way through the ring
+    int64_t block, start, room;
+    k3_load load;
+};
+
+struct k3_stream {
+    pthread_mutex_t lock;
+    pthread_cond_t work, ready, turn;        // something to read; something has arrived; the pass is over
+    pthread_t threads[K3_DISK_THREADS];
+    int n_threads, stop, busy, ahead, with_head;
+    pid_t pid;
+    k3_stream_setup set;
+    char *stays, *ring, *slot_memory;
+    int64_t stays_bytes, slot_room;
+    // The ring: entries from `first` on, memory from the first one's start up to `free_at`.
+    k3_entry entries[K3_AHEAD];
+    int64_t first, count, free_at;
+    int64_t pass, read_pass, read_block;     // the pass at hand, and what is read ahead next
+    k3_slot* slots;
+    int32_t* slot_of;                        // [layers * experts], -1 where an expert has none
+    double* worth;                           // [layers * experts] log2 of its uses, each halved every half_life passes
+    k3_load *urgent, *urgent_last;
+    k3_failure failure;
+    int64_t total, fail_after;
+    int fail_error;
+};
+
+namespace {
+
+int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+// Memory that takes nothing until it is written; direct reads need fewer large pages than small ones.
+char* reserve(int64_t bytes) {
+    void* p = mmap(nullptr, (size_t)(bytes > 0 ? bytes : K3_PAGE), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return nullptr;
+    if (bytes >= 4 << 20) madvise(p, (size_t)bytes, MADV_HUGEPAGE);
+    return (char*)p;
+}
+void unreserve(char* p, int64_t bytes) {
+    if (p) munmap(p, (size_t)(bytes > 0 ? bytes : K3_PAGE));
+}
+
+// ---------------------------------------------------------------------------------------------
+// files
+// ---------------------------------------------------------------------------------------------
+
+int32_t file_of(const k3_file* files, int64_t n, const void* p) {
+    for (int64_t i = 0; i < n; ++i)
+        if ((const char*)p >= files[i].start && (const char*)p < files[i].start + files[i].size) return (int32_t)i;
+    return -1;
+}
+
+void stamp(k3_file* f, const struct stat* st) {
+    f->device = (int64_t)st->st_dev;
+    f->inode = (int64_t)st->st_ino;
+    f->modified = (int64_t)st->st_mtim.tv_sec * 1000000000 + st->st_mtim.tv_nsec;
+    f->changed = (int64_t)st->st_ctim.tv_sec * 1000000000 + st->st_ctim.tv_nsec;
+}
+
+// Whether all files are what they were.  `touched` tells that one was renamed, linked or had its times set: what was
+// read ahead meanwhile is not trusted, but the bytes are the same.
+bool unchanged(k3_stream* s, bool* touched) {
+    *touched = false;
+    for (int64_t i = 0; i < s->set.n_files; ++i) {
+        k3_file *f = s->set.files + i, now;
+        struct stat st;
+        const int bad = fstat(f->fd, &st);
+        if (bad == 0) stamp(&now, &st);
+        if (bad || st.st_size != f->size || now.modified != f->modified || now.inode != f->inode || now.device != f->device) {
+            const k3_failure failure = {bad ? K3_READ : K3_CHANGED, bad ? errno : 0, (int32_t)i, 0, 0, f->size, bad ? 0 : st.st_size};
+            if (s->failure.kind == K3_OK) s->failure = failure;
+            return false;
+        }
+        if (now.changed != f->changed) {
+            f->changed = now.changed;
+            *touched = true;
+        }
+    }
+    return true;
+}
+
+// Reads `need` bytes from `at` on; `to` has room for whole pages.  Leaves nothing in the page cache.
+void read_chunk(k3_stream* s, int32_t file, int64_t at, int64_t need, char* to, k3_failure* failure) {
+    k3_file* f = s->set.files + file;
+    int64_t got = 0;
+    int error = 0;
+    int fd = __atomic_load_n(&f->direct, __ATOMIC_RELAXED);
+    const bool aligned = fd >= 0 && at % K3_PAGE == 0;
+    if (!aligned) fd = f->fd;
+    if (__atomic_load_n(&s->fail_after, __ATOMIC_RELAXED) >= 0 && __atomic_fetch_sub(&s->fail_after, 1, __ATOMIC_RELAXED) == 0) {
+        error = s->fail_error;
+        got = need / 2;
+    } else {
+        while (got < need) {
+            const int64_t want = fd == f->fd ? need - got : up(need - got, K3_PAGE);
+            const ssize_t n = pread(fd, to + got, (size_t)want, (off_t)(at + got));
+            if (n > 0) {
+                got += n;
+                if (fd != f->fd && got % K3_PAGE) fd = f->fd;         // the rest is not aligned any more
+            } else if (n == 0) {
+                break;
+            } else if (errno == EINVAL && fd != f->fd) {               // this file system has no direct reads after all
+                __atomic_store_n(&f->direct, -1, __ATOMIC_RELAXED);
+                fd = f->fd;
+            } else if (errno != EINTR) {
+                error = errno;
+                break;
+            }
+        }
+        if (fd == f->fd) posix_fadvise(f->fd, (off_t)at, (off_t)need, POSIX_FADV_DONTNEED);
+    }
+    __atomic_fetch_add(&s->total, got < need ? got : need, __ATOMIC_RELAXED);
+    if (error || got < need) {
+        const k3_failure found = {error ? K3_READ : K3_SHORT, error, file, 0, at, need, got};
+        *failure = found;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------
+// loads
+// ---------------------------------------------------------------------------------------------
+
+struct Stretch {
+    const char* from;
+    int64_t bytes;
+};
+
+// The parts of a load for stretches of the mapping, packed from `to` on; neighbours in a file become one part.
+// Returns the memory that they take; with `load` NULL that is all it does.
+int64_t lay_out(const k3_file* files, int64_t n_files, Stretch* stretches, int n, char* to, k3_load* load) {
+    for (int i = 1; i < n; ++i)
+        for (int j = i; j > 0 && stretches[j].from < stretches[j - 1].from; --j) {
+            const Stretch t = stretches[j];
+            stretches[j] = stretches[j - 1];
+            stretches[j - 1] = t;
+        }
+    int64_t room = 0;
+    int parts = 0;
+    for (int i = 0; i < n; ++parts) {
+        const int32_t file = file_of(files, n_files, stretches[i].from);
+        const char *from = stretches[i].from, *end = from + stretches[i].bytes;
+        for (++i; i < n && stretches[i].from == end && file_of(files, n_files, end) == file; ++i) end += stretches[i].bytes;
+        const int64_t begin = from - files[file].start, at = begin / K3_PAGE * K3_PAGE;
+        const int64_t need = begin - at + (end - from);
+        if (load) {
+            load->part[parts].file = file;
+            load->part[parts].at = at;
+            load->part[parts].need = need;
+            load->part[parts].to = to + room;
+        }
+        room += up(need, K3_PAGE);
+    }
+    if (load) {
+        load->parts = parts;
+        load->part_at = load->flying = 0;
+        load->cut = 0;
+        load->failure.kind = K3_OK;
+        load->next = nullptr;
+    }
+    return room;
+}
+
+int64_t lay_out_block(const k3_file* files, int64_t n_files, const k3_block* b, char* to, k3_load* load) {
+    // Apart, even where they are neighbours: the second begins where the first one's room ends.
+    int64_t room = 0;
+    int parts = 0;
+    for (int i = 0; i < 2 && b->matrix[i]; ++i, ++parts) {
+        const k3_matrix* m = b->matrix[i];
+        Stretch one = {(const char*)m->data + b->first * m->pitch, b->rows * m->pitch};
+        k3_load part;
+        const int64_t more = lay_out(files, n_files, &one, 1, to + room, &part);
+        if (load) load->part[parts] = part.part[0];
+        room += more;
+    }
+    if (load) {
+        load->parts = parts;
+        load->part_at = load->flying = 0;
+        load->cut = 0;
+        load->failure.kind = K3_OK;
+        load->next = nullptr;
+    }
+    return room;
+}
+
+int64_t matrix_bytes(const k3_matrix* m) { return m->rows * m->pitch; }
+
+int64_t lay_out_expert(const k3_file* files, int64_t n_files, const k3_moe* moe, int64_t e, char* to, k3_load* load) {
+    Stretch s[K3_PARTS];
+    int n = 0;
+    const k3_matrix* w[3] = {moe->w1 + e, moe->w2 + e, moe->w3 + e};
+    for (const k3_matrix* m : w) {
+        s[n].from = (const char*)m->data;
+        s[n++].bytes = matrix_bytes(m);
+        if (m->scale) {
+            s[n].from = (const char*)m->scale;
+            s[n++].bytes = m->rows * (m->cols / 32);
+        }
+    }
+    return lay_out(files, n_files, s, n, to, load);
+}
+
+int64_t bytes_of(const k3_load* load) {
+    int64_t n = 0;
+    for (int i = 0; i < load->parts; ++i) n += load->part[i].need;
+    return n;
+}
+
+// Where a load has what the mapping has at `p`.
+const char* moved(const k3_stream* s, const k3_load* load, const void* p) {
+    const int32_t file = file_of(s->set.files, s->set.n_files, p);
+    const int64_t at = (const char*)p - s->set.files[file].start;
+    for (int i = 0; i < load->parts; ++i) {
+        if (load->part[i].file == file && at >= load->part[i].at && at < load->part[i].at + load->part[i].need)
+            return load->part[i].to + (at - load->part[i].at);
+    }
+    return nullptr;
+}
+
+bool whole_cut(const k3_load* l) { return l->part_at == l->parts; }
+bool over(const k3_load* l) { return whole_cut(l) && l->flying == 0; }
+void drop(k3_load* l) { l->part_at = l->parts; }
+
+void push_urgent(k3_stream* s, k3_load* l) {
+    if (s->urgent) s->urgent_last->next = l;
+    else s->urgent = l;
+    s->urgent_last = l;
+}
+
+// Memory of the ring for one more block, or -1.
+int64_t ring_place(k3_stream* s, int64_t room) {
+    if (s->count == 0) return room <= s->set.ring_bytes ? 0 : -1;
+    const int64_t oldest = s->entries[s->first].start;
+    if (s->free_at > oldest) {
+        if (s->free_at + room <= s->set.ring_bytes) return s->free_at;
+        return room <= oldest ? 0 : -1;
+    }
+    return s->free_at + room <= oldest ? s->free_at : -1;
+}
+
+// The next block that is read ahead, admitted to the ring; NULL where there is none or no room.
+k3_load* admit(k3_stream* s) {
+    if (!s->ahead || s->count == K3_AHEAD) return nullptr;
+    for (;;) {
+        const int64_t limit = s->read_pass == s->pass && s->with_head ? s->set.n_blocks : s->set.head;
+        while (s->read_block < limit && s->set.blocks[s->read_block].stays) ++s->read_block;
+        if (s->read_block < limit) break;
+        if (s->read_pass > s->pass) return nullptr;          // whether that pass has a head is not known yet
+        ++s->read_pass;
+        s->read_block = 0;
+    }
+    const k3_block* b = s->set.blocks + s->read_block;
+    const int64_t start = ring_place(s, b->room);
+    if (start < 0) return nullptr;
+    k3_entry* e = s->entries + (s->first + s->count) % K3_AHEAD;
+    e->block = s->read_block++;
+    e->start = start;
+    e->room = b->room;
+    lay_out_block(s->set.files, s->set.n_files, b, s->ring + start, &e->load);
+    s->free_at = start + b->room;
+    ++s->count;
+    return &e->load;
+}
+
+k3_load* next_load(k3_stream* s) {
+    while (s->urgent && whole_cut(s->urgent)) s->urgent = s->urgent->next;
+    if (s->urgent) return s->urgent;
+    if (s->count > 0) {
+        k3_load* last = &s->entries[(s->first + s->count - 1) % K3_AHEAD].load;
+        if (!whole_cut(last)) return last;
+    }
+    return admit(s);
+}
+
+// Reads one chunk, if there is one; the lock is held before and after, not meanwhile.
+bool read_one(k3_stream* s) {
+    k3_load* l = next_load(s);
+    if (!l) return false;
+    const int32_t file = l->part[l->part_at].file;
+    const int64_t at = l->part[l->part_at].at + l->cut, left = l->part[l->part_at].need - l->cut;
+    const int64_t need = left < s->set.chunk_bytes ? left : s->set.chunk_bytes;
+    char* to = l->part[l->part_at].to + l->cut;
+    l->cut += need;
+    if (need == left) {
+        ++l->part_at;
+        l->cut = 0;
+    }
+    if (whole_cut(l) && l == s->urgent) s->urgent = l->next;          // its slot may be used anew before the next look
+    ++l->flying;
+    k3_failure failure = {};
+    pthread_mutex_unlock(&s->lock);
+    read_chunk(s, file, at, need, to, &failure);
+    pthread_mutex_lock(&s->lock);
+    --l->flying;
+    if (failure.kind != K3_OK) {
+        if (l->failure.kind == K3_OK) l->failure = failure;
+        drop(l);
+    }
+    if (over(l)) pthread_cond_broadcast(&s->ready);
+    return true;
+}
+
+void* reader(void* arg) {
+    k3_stream* s = (k3_stream*)arg;
+    pthread_mutex_lock(&s->lock);
+    while (!s->stop)
+        if (!read_one(s)) pthread_cond_wait(&s->work, &s->lock);
+    pthread_mutex_unlock(&s->lock);
+    return nullptr;
+}
+
+// Without threads, whoever waits reads.
+void wait_ready(k3_stream* s) {
+    if (s->n_threads > 0 || !read_one(s)) pthread_cond_wait(&s->ready, &s->lock);
+}
+
+// Signals stay with the threads of the program.
+void start_threads(k3_stream* s) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (s->n_threads < s->set.threads && pthread_create(&s->threads[s->n_threads], nullptr, reader, s) == 0) ++s->n_threads;
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void init_sync(k3_stream* s) {
+    pthread_mutex_init(&s->lock, nullptr);
+    pthread_cond_init(&s->work, nullptr);
+    pthread_cond_init(&s->ready, nullptr);
+    pthread_cond_init(&s->turn, nullptr);
+    s->pid = getpid();
+    s->n_threads = 0;
+    s->busy = 0;
+}
+
+void free_slot(k3_stream* s, k3_slot* slot) {
+    if (slot->owner >= 0) s->slot_of[slot->owner] = -1;
+    slot->owner = -1;
+    slot->pinned = 0;
+    slot->load.parts = slot->load.part_at = slot->load.flying = 0;
+}
+
+// Forgets what is on its way or was read ahead, and with `distrust` the experts that this pass has read.
+void reset(k3_stream* s, bool distrust) {
+    s->ahead = 0;
+    for (int64_t i = 0; i < s->count; ++i) drop(&s->entries[(s->first + i) % K3_AHEAD].load);
+    for (int64_t i = 0; i < s->set.n_slots; ++i) {
+        k3_slot* slot = s->slots + i;
+        if (slot->owner >= 0 && (!over(&slot->load) || slot->load.failure.kind != K3_OK)) {
+            drop(&slot->load);
+            slot->pass = -1;
+        }
+    }
+    for (bool flying = true; flying;) {
+        flying = false;
+        for (int64_t i = 0; i < s->count; ++i) flying |= !over(&s->entries[(s->first + i) % K3_AHEAD].load);
+        for (int64_t i = 0; i < s->set.n_slots; ++i) flying |= !over(&s->slots[i].load);
+        if (flying) pthread_cond_wait(&s->ready, &s->lock);
+    }
+    for (int64_t i = 0; i < s->set.n_slots; ++i) {
+        k3_slot* slot = s->slots + i;
+        if (slot->owner >= 0 && (slot->pass < 0 || (distrust && slot->pass == s->pass))) free_slot(s, slot);
+        slot->pinned = 0;
+    }
+    s->urgent = s->urgent_last = nullptr;
+    s->first = s->count = s->free_at = 0;
+    s->read_pass = s->pass + 1;
+    s->read_block = 0;
+}
+
+// The child of a fork has the memory and the files, and none of the threads.
+void after_fork(k3_stream* s) {
+    init_sync(s);
+    for (int64_t i = 0; i < s->count; ++i) s->entries[(s->first + i) % K3_AHEAD].load.flying = 0;
+    for (int64_t i = 0; i < s->set.n_slots; ++i) {
+        k3_slot* slot = s->slots + i;
+        if (slot->owner >= 0 && !over(&slot->load)) {
+            slot->load.flying = 0;
+            drop(&slot->load);
+            slot->pass = -1;
+        }
+    }
+    reset(s, true);
+}
+
+// The slot whose expert is worth least; -1 where all are in use.
+int64_t victim(const k3_stream* s) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < s->set.n_slots; ++i) {
+        const k3_slot* slot = s->slots + i;
+        if (slot->owner < 0) return i;
+        if (slot->pinned || !over(&slot->load)) continue;
+        if (best < 0 || s->worth[slot->owner] < s->worth[s->slots[best].owner]) best = i;
+    }
+    return best;
+}
+
+}  // namespace
+
+int64_t k3_block_room(const k3_file* files, int64_t n_files, const k3_block* block) {
+    return lay_out_block(files, n_files, block, nullptr, nullptr);
+}
+
+int64_t k3_slot_room(const k3_file* files, int64_t n_files, const k3_layer* layers, int64_t n_layers, int64_t experts) {
+    int64_t room = 0;
+    for (int64_t i = 0; i < n_layers; ++i) {
+        for (int64_t e = 0; layers[i].is_moe && e < experts; ++e) {
+            const int64_t one = lay_out_expert(files, n_files, &layers[i].moe, e, nullptr, nullptr);
+            room = one > room ? one : room;
+        }
+    }
+    return room;
+}
+
+k3_stream* k3_stream_open(const k3_stream_setup* setup) {
+    k3_stream* s = (k3_stream*)calloc(1, sizeof(k3_stream));
+    if (!s) return nullptr;
+    init_sync(s);
+    s->set = *setup;
+    s->fail_after = -1;
+    s->read_pass = 1;
+    for (int64_t i = 0; i < setup->n_blocks; ++i)
+        if (setup->resident[i]) s->stays_bytes += setup->blocks[i].room;
+    const int64_t experts = setup->n_layers * setup->experts;
+    s->slot_room = setup->n_slots ? k3_slot_room(setup->files, setup->n_files, setup->layers, setup->n_layers, setup->experts) : 0;
+    s->stays = reserve(s->stays_bytes);
+    s->ring = reserve(setup->ring_bytes);
+    s->slot_memory = reserve(setup->n_slots * s->slot_room);
+    s->slots = (k3_slot*)calloc((size_t)setup->n_slots + 1, sizeof(k3_slot));
+    s->slot_of = (int32_t*)malloc((size_t)(experts + 1) * sizeof(int32_t));
+    s->worth = (double*)malloc((size_t)(experts + 1) * sizeof(double));
+    if (!s->stays || !s->ring || !s->slot_memory || !s->slots || !s->slot_of || !s->worth) {
+        s->set.n_files = 0;                                  // they stay with the caller
+        s->set.files = nullptr;
+        s->set.blocks = nullptr;
+        k3_stream_close(s);
+        return nullptr;
+    }
+    for (int64_t i = 0; i < experts; ++i) {
+        s->slot_of[i] = -1;
+        s->worth[i] = -INFINITY;
+    }
+    for (int64_t i = 0; i < setup->n_slots; ++i) {
+        s->slots[i].owner = -1;
+        s->slots[i].at = s->slot_memory + i * s->slot_room;
+    }
+    char* at = s->stays;
+    for (int64_t i = 0; i < setup->n_blocks; ++i) {
+        s->set.blocks[i].stays = setup->resident[i] ? at : nullptr;
+        if (setup->resident[i]) at += setup->blocks[i].room;
+    }
+    for (int64_t i = 0; i < setup->n_files; ++i) {
+        struct stat st;
+        if (fstat(s->set.files[i].fd, &st) == 0) stamp(s->set.files + i, &st);
+    }
+    return s;
+}
+
+void k3_stream_close(k3_stream* s) {
+    if (s->pid == getpid()) {
+        pthread_mutex_lock(&s->lock);
+        s->stop = 1;
+        pthread_cond_broadcast(&s->work);
+        pthread_mutex_unlock(&s->lock);
+        for (int i = 0; i < s->n_threads; ++i) pthread_join(s->threads[i], nullptr);
+    }
+    unreserve(s->stays, s->stays_bytes);
+    unreserve(s->ring, s->set.ring_bytes);
+    unreserve(s->slot_memory, s->set.n_slots * s->slot_room);
+    for (int64_t i = 0; i < s->set.n_files; ++i) {
+        close(s->set.files[i].fd);
+        if (s->set.files[i].direct >= 0) close(s->set.files[i].direct);
+    }
+    free(s->set.files);
+    free(s->set.blocks);
+    free(s->slots);
+    free(s->slot_of);
+    free(s->worth);
+    free(s);
+}
+
+int64_t k3_stream_resident(const k3_stream* s) { return s->stays_bytes; }
+int64_t k3_stream_slots(const k3_stream* s) { return s->set.n_slots; }
+int64_t k3_stream_total(k3_stream* s) { return __atomic_load_n(&s->total, __ATOMIC_RELAXED); }
+
+const k3_block* k3_stream_blocks(const k3_stream* s, int64_t* n, int64_t* head) {
+    *n = s->set.n_blocks;
+    *head = s->set.head;
+    return s->set.blocks;
+}
+
+const k3_layer* k3_stream_layers(const k3_stream* s, int64_t* n) {
+    *n = s->set.n_layers;
+    return s->set.layers;
+}
+
+int k3_stream_load(k3_stream* s, int64_t first, int64_t end) {
+    k3_load* loads = (k3_load*)calloc((size_t)(end - first) + 1, sizeof(k3_load));
+    if (!loads) return 1;
+    pthread_mutex_lock(&s->lock);
+    start_threads(s);
+    s->failure.kind = K3_OK;
+    for (int64_t i = first; i < end; ++i) {
+        const k3_block* b = s->set.blocks + i;
+        if (!b->stays) continue;
+        lay_out_block(s->set.files, s->set.n_files, b, b->stays, loads + (i - first));
+        push_urgent(s, loads + (i - first));
+    }
+    pthread_cond_broadcast(&s->work);
+    for (int64_t i = 0; i < end - first; ++i) {
+        while (!over(loads + i)) wait_ready(s);
+        if (s->failure.kind == K3_OK) s->failure = loads[i].failure;
+    }
+    s->urgent = s->urgent_last = nullptr;
+    const int bad = s->failure.kind != K3_OK;
+    pthread_mutex_unlock(&s->lock);
+    free(loads);
+    return bad;
+}
+
+k3_failure k3_stream_failure(k3_stream* s) {
+    pthread_mutex_lock(&s->lock);
+    const k3_failure found = s->failure;
+    pthread_mutex_unlock(&s->lock);
+    return found;
+}
+
+void k3_stream_order(k3_stream* s) {
+    pthread_mutex_lock(&s->lock);
+    if (s->failure.kind == K3_OK) s->failure.kind = K3_ORDER;
+    pthread_mutex_unlock(&s->lock);
+}
+
+// ---------------------------------------------------------------------------------------------
+// passes
+// ---------------------------------------------------------------------------------------------
+
+int k3_stream_enter(k3_stream* s) {
+    if (s->pid != getpid()) after_fork(s);
+    pthread_mutex_lock(&s->lock);
+    if (s->busy) {
+        timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += 50 * 1000 * 1000;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        pthread_cond_timedwait(&s->turn, &s->lock, &until);
+    }
+    const int mine = !s->busy;
+    s->busy = 1;
+    pthread_mutex_unlock(&s->lock);
+    return mine;
+}
+
+int k3_stream_begin(k3_stream* s, int with_head) {
+    bool touched;
+    pthread_mutex_lock(&s->lock);
+    s->failure.kind = K3_OK;
+    const bool good = unchanged(s, &touched);
+    bool stale = !good || touched;
+    for (int64_t i = 0; i < s->count; ++i) stale |= s->entries[(s->first + i) % K3_AHEAD].load.failure.kind != K3_OK;
+    if (stale) reset(s, false);
+    ++s->pass;
+    s->with_head = with_head;
+    if (good) {
+        s->ahead = 1;
+        start_threads(s);
+        pthread_cond_broadcast(&s->work);
+    }
+    pthread_mutex_unlock(&s->lock);
+    return !good;
+}
+
+int k3_stream_end(k3_stream* s, int complete) {
+    bool touched;
+    pthread_mutex_lock(&s->lock);
+    const bool good = unchanged(s, &touched);
+    if (!complete || !good) reset(s, !good);
+    s->busy = 0;
+    pthread_cond_signal(&s->turn);
+    const int bad = s->failure.kind != K3_OK;
+    pthread_mutex_unlock(&s->lock);
+    return bad;
+}
+
+// ---------------------------------------------------------------------------------------------
+// the trunk
+// ---------------------------------------------------------------------------------------------
+
+char* k3_stream_take(k3_stream* s, int64_t block, int64_t* bytes, int64_t* wait_ns) {
+    if (s->set.blocks[block].stays) return s->set.blocks[block].stays;
+    char* found = nullptr;
+    int64_t since = 0;
+    pthread_mutex_lock(&s->lock);
+    while (s->failure.kind == K3_OK && !found) {
+        k3_entry* e = s->entries + s->first;
+        if (s->count > 0 && e->block != block) {
+            s->failure.kind = K3_ORDER;
+        } else if (s->count > 0 && over(&e->load)) {
+            if (e->load.failure.kind != K3_OK) {
+                s->failure = e->load.failure;
+            } else {
+                found = s->ring + e->start;
+                *bytes += bytes_of(&e->load);
+            }
+        } else {
+            if (!since) since = now_ns();
+            wait_ready(s);
+        }
+    }
+    pthread_mutex_unlock(&s->lock);
+    if (since) *wait_ns += now_ns() - since;
+    return found;
+}
+
+void k3_stream_give(k3_stream* s, int64_t block) {
+    if (s->set.blocks[block].stays) return;
+    pthread_mutex_lock(&s->lock);
+    s->first = (s->first + 1) % K3_AHEAD;
+    --s->count;
+    pthread_cond_broadcast(&s->work);
+    pthread_mutex_unlock(&s->lock);
+}
+
+k3_matrix k3_stream_view(k3_stream* s, int64_t block, int which, char* base) {
+    const k3_block* b = s->set.blocks + block;
+    k3_matrix m = *b->matrix[which];
+    for (int i = 0; i <= which; ++i) {
+        const k3_matrix* w = b->matrix[i];
+        const char* from = (const char*)w->data + b->first * w->pitch;
+        const int64_t offset = (from - s->set.files[file_of(s->set.files, s->set.n_files, from)].start) % K3_PAGE;
+        if (i == which) m.data = base + offset;
+        else base += up(offset + b->rows * w->pitch, K3_PAGE);
+    }
+    m.rows = b->rows;
+    return m;
+}
+
+int k3_stream_row(k3_stream* s, const k3_matrix* table, int64_t row, char* buffer, const char** out, int64_t* bytes) {
+    const char* from = (const char*)table->data + row * table->pitch;
+    const int32_t file = file_of(s->set.files, s->set.n_files, from);
+    const int64_t begin = from - s->set.files[file].start, at = begin / K3_PAGE * K3_PAGE;
+    k3_failure failure = {};
+    read_chunk(s, file, at, begin - at + table->pitch, buffer, &failure);
+    *out = buffer + (begin - at);
+    *bytes += table->pitch;
+    if (failure.kind == K3_OK) return 0;
+    pthread_mutex_lock(&s->lock);
+    if (s->failure.kind == K3_OK) s->failure = failure;
+    pthread_mutex_unlock(&s->lock);
+    return 1;
+}
+
+// ---------------------------------------------------------------------------------------------
+// experts
+// ---------------------------------------------------------------------------------------------
+
+int64_t k3_stream_ask(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n, int64_t* bytes) {
+    int64_t missing = 0;
+    pthread_mutex_lock(&s->lock);
+    // Those that are here first, lest one makes room for another of the same group.
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t slot = s->slot_of[layer * s->set.experts + ids[i]];
+        if (slot >= 0) s->slots[slot].pinned = 1;
+    }
+    for (int64_t i = 0; i < n && s->failure.kind == K3_OK; ++i) {
+        const int64_t owner = layer * s->set.experts + ids[i];
+        if (s->slot_of[owner] >= 0) continue;
+        const int64_t v = victim(s);
+        if (v < 0) break;
+        k3_slot* slot = s->slots + v;
+        free_slot(s, slot);
+        slot->owner = (int32_t)owner;
+        slot->pinned = 1;
+        slot->pass = s->pass;
+        s->slot_of[owner] = (int32_t)v;
+        lay_out_expert(s->set.files, s->set.n_files, &s->set.layers[layer].moe, ids[i], slot->at, &slot->load);
+        push_urgent(s, &slot->load);
+        *bytes += bytes_of(&slot->load);
+        ++missing;
+    }
+    if (missing) pthread_cond_broadcast(&s->work);
+    pthread_mutex_unlock(&s->lock);
+    return missing;
+}
+
+int k3_stream_await(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n, k3_matrix* table, int64_t* wait_ns) {
+    const k3_moe* moe = &s->set.layers[layer].moe;
+    const int64_t E = s->set.experts;
+    const double age = (double)s->pass / s->set.half_life;
+    int64_t since = 0;
+    pthread_mutex_lock(&s->lock);
+    for (int64_t i = 0; i < n && s->failure.kind == K3_OK; ++i) {
+        const int64_t e = ids[i], owner = layer * E + e;
+        const int32_t at = s->slot_of[owner];
+        if (at < 0) {
+            s->failure.kind = K3_ORDER;
+            break;
+        }
+        k3_slot* slot = s->slots + at;
+        while (!over(&slot->load)) {
+            if (!since) since = now_ns();
+            wait_ready(s);
+        }
+        if (slot->load.failure.kind != K3_OK) {
+            s->failure = slot->load.failure;
+            break;
+        }
+        // In logarithms, so that what the others are worth need not be brought up to date.
+        s->worth[owner] = age + log2(1.0 + exp2(s->worth[owner] - age));
+        const k3_matrix* w[3] = {moe->w1 + e, moe->w2 + e, moe->w3 + e};
+        for (int j = 0; j < 3; ++j) {
+            k3_matrix* m = table + j * E + e;
+            *m = *w[j];
+            m->data = moved(s, &slot->load, w[j]->data);
+            if (m->scale) m->scale = (const uint8_t*)moved(s, &slot->load, w[j]->scale);
+        }
+    }
+    const int bad = s->failure.kind != K3_OK;
+    pthread_mutex_unlock(&s->lock);
+    if (since) *wait_ns += now_ns() - since;
+    return bad;
+}
+
+void k3_stream_unpin(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n) {
+    pthread_mutex_lock(&s->lock);
+    for (int64_t i = 0; i < n; ++i) {
+        const int32_t slot = s->slot_of[layer * s->set.experts + ids[i]];
+        if (slot >= 0) s->slots[slot].pinned = 0;
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+void k3_stream_unpin_all(k3_stream* s) {
+    pthread_mutex_lock(&s->lock);
+    for (int64_t i = 0; i < s->set.n_slots; ++i) s->slots[i].pinned = 0;
+    pthread_mutex_unlock(&s->lock);
+}
+
+void k3_stream_fail_after(k3_stream* s, int64_t after, int error) {
+    s->fail_error = error;
+    __atomic_store_n(&s->fail_after, after, __ATOMIC_RELEASE);
+}

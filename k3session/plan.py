@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT
+"""What a memory budget would mean for a checkpoint on this machine, from its headers alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from k3session import budget, env
+from k3session._core import ops
+from k3session.accounting import Inspection, inspect
+from k3session.budget import Need, Step
+from k3session.config import K3Config
+from k3session.errors import ConfigError
+from k3session.memory import memory_estimate
+from k3session.problems import folder_error
+from k3session.progress import Progress, ProgressArgument
+from k3session.rates import ASSUMED, Rates, measure
+from k3session.shards import StoredTensor
+from k3session.streaming import session_bytes
+
+__all__ = ["plan"]
+
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_MATRICES = ("kda", "mla", "dense", "router", "latent", "shared", "lm_head")
+#: Bytes of tables and views that an open model has for each tensor and each layer, beside its vectors.
+_PER_TENSOR, _PER_LAYER = 300, 4096
+
+
+def _is_matrix(t: StoredTensor) -> bool:
+    return t.component in _MATRICES and len(t.shape) == 2 and t.shape[0] > 1 and "conv1d" not in t.name
+
+
+def _steps(found: Inspection, config: K3Config) -> list[Step]:
+    """The trunk as `Decoder.reading_order` has it, but for the order."""
+    steps = []
+    for t in found.tensors.values():
+        if not _is_matrix(t) or t.name.endswith("up_proj.weight") and "routed" not in t.name:
+            continue  # an up matrix goes with its gate
+        pair = 2 if t.name.endswith("gate_proj.weight") else 1
+        width = t.nbytes // t.shape[0] * pair
+        steps.append(Step(t.shape[0], width, pair, t.name.endswith("kv_b_proj.weight")))
+    if config.tie_word_embeddings:
+        t = found.tensors[_EMBEDDING]
+        steps.append(Step(t.shape[0], t.nbytes // t.shape[0]))
+    return steps
+
+
+def _need(found: Inspection, config: K3Config) -> Need:
+    steps = _steps(found, config)
+    moe = [i for i in range(config.num_hidden_layers) if config.is_moe(i)]
+    experts = sum(t.nbytes for t in found.tensors.values() if t.component == "experts")
+    count = config.num_experts * len(moe)
+    weights = sum(s.nbytes for s in steps) + experts + found.tensors[_EMBEDDING].nbytes
+    return Need(steps, weights, experts // count if count else 0, config.num_experts, len(moe), config.num_experts_per_token)
+
+
+def _open_bytes(tensors: Iterable[StoredTensor], layers: int) -> int:
+    """What an open model takes beside what is planned: its tables, and its vectors as float32."""
+    n, vectors = 0, 0
+    for t in tensors:
+        n += 1
+        if t.component != "experts" and not _is_matrix(t) and t.name != _EMBEDDING:
+            vectors += t.nbytes * (2 if t.dtype == "BF16" else 1)
+    return n * _PER_TENSOR + layers * _PER_LAYER + vectors
+
+
+def plan(
+    path: str | os.PathLike[str],
+    memory: int | str,
+    *,
+    threads: int | None = None,
+    rates: Rates | None = None,
+    measured: bool = False,
+    progress: ProgressArgument = False,
+) -> dict[str, Any]:
+    """Predict how a checkpoint runs within a budget.
+
+    Parameters
+    ----------
+    path
+        The folder; only headers are read, so that a folder of sparse files will do.
+    memory
+        As for `Model.open`.
+    threads
+        Threads of a pass; None is what `Model.open` would take.
+    rates
+        What the machine does in a second; None is `k3session.rates.ASSUMED`.
+    measured
+        Measure them, in some two seconds, with direct reads from the folder's own files.
+
+    Returns
+    -------
+    dict
+        ``memory`` (`MemoryPlan`), ``per_token`` (bytes from disk, from memory and through the cores), ``rates``,
+        ``seconds`` (what each of the three takes, ``token``, their maximum, and ``without_overlap``, their sum),
+        ``limit`` and ``advice``, a sentence.
+
+    Raises
+    ------
+    CheckpointError, ConfigError
+        The folder cannot be used, or the budget is too small.
+
+    Examples
+    --------
+    >>> import k3session as k3
+    >>> from k3session.plan import plan
+    >>> plan(k3.DEFAULT_MODEL, "1GiB")["memory"]["mapped"]
+    True
+    """
+    total = budget.read_memory(memory)
+    if total is None:
+        raise ConfigError("memory is None; expected a budget to plan for")
+    report = Progress(progress)
+    try:
+        found = inspect(path, report)
+    finally:
+        report.close()
+    config = found.config
+    found.shards.close()
+    if found.problems or config is None:
+        raise folder_error(found.path, found.problems)
+    need = _need(found, config)
+    process = budget.process_bytes() + _open_bytes(found.tensors.values(), config.num_hidden_layers)
+    divided = budget.divide(total, process, session_bytes(config), need)
+    threads = env.default_threads() if threads is None else threads
+    isa = env.instruction_set(ops.best_isa(), ops.ISAS)
+    if measured:
+        files = sorted({t.file for t in found.tensors.values()})
+        rates = measure(files, threads, isa)
+    rates = rates or ASSUMED
+    all_slots = need.experts * need.moe_layers
+    # Of experts that are chosen evenly; a model that prefers some finds them more often.
+    hits = min(1.0, divided.slots / all_slots) if all_slots else 0.0
+    chosen = need.expert * need.chosen * need.moe_layers
+    disk = 0 if divided.mapped else divided.streamed + int(chosen * (1 - hits))
+    state = 2 * memory_estimate(config, 0)["state_per_session"]
+    weights = need.trunk + chosen
+    seconds = {
+        "disk": disk / rates.disk,
+        "memory": (weights + state + disk) / rates.memory,
+        "cores": weights / rates.cores,
+    }
+    limit = max(seconds, key=seconds.__getitem__)
+    return {
+        "path": os.fspath(found.path),
+        "threads": threads,
+        "memory": divided.to_dict(),
+        "resident_bytes": need.weights if divided.mapped else divided.resident + divided.slots * divided.slot,
+        "per_token": {"disk": disk, "memory": weights + state + disk, "cores": weights},
+        "expert_hit_rate": None if divided.mapped or not all_slots else hits,
+        "rates": {"disk": rates.disk, "memory": rates.memory, "cores": rates.cores, "measured": rates.measured},
+        "seconds": seconds | {"token": seconds[limit], "without_overlap": sum(seconds.values())},
+        "limit": limit,
+        "advice": _advice(limit, seconds, divided, need, rates),
+    }
+
+
+def _advice(limit: str, seconds: dict[str, float], divided: budget.MemoryPlan, need: Need, rates: Rates) -> str:
+    gib = float(1 << 30)
+    other = max(v for k, v in seconds.items() if k != limit)
+    if limit == "disk":
+        # Bytes that would have to stay for the disk to be no slower than the rest; more than the trunk is of less use.
+        more = min((seconds["disk"] - other) * rates.disk, divided.streamed)
+        if more < gib / 8:
+            return (
+                f"The disk is the limit, with experts that are read when they are chosen: a faster disk helps most, up to "
+                f"{seconds['disk'] / max(other, 1e-9):.1f} times."
+            )
+        saved = more / rates.disk
+        return (
+            f"The disk is the limit: {more / gib:.1f} GiB more memory would save {saved:.2g} of {seconds['disk']:.2g} s a "
+            f"token, and a disk twice as fast {min(seconds['disk'] / 2, seconds['disk'] - other):.2g} s."
+        )
+    if limit == "memory":
+        return "Memory bandwidth is the limit: neither a faster disk nor a larger budget helps; more memory channels do."
+    return "The cores are the limit: more threads help most, up to the memory's bandwidth."

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: MIT
+"""Models within a memory budget: the same bits whatever stays in memory, and failing files that do no harm."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from session_tools import contents, prompt, same, step_all, unchanged
+from streaming_tools import opened
+
+import k3session as k3
+from k3session.synth import synth
+
+# What stays, how the rest is cut, and how many experts have room: from almost nothing to everything but the last block.
+BUDGETS: dict[str, dict[str, Any]] = {
+    "nothing stays": {"share": 0.0, "slots": 2, "block": 700},
+    "one thread reads": {"share": 0.2, "slots": 2, "block": 3000, "threads": 1, "chunk": 8192},
+    "half": {"share": 0.5, "slots": 5, "block": 2000},
+    "through the page cache": {"share": 0.5, "slots": 7, "block": 5000, "direct": False},
+    "whole matrices": {"share": 0.4, "slots": 16, "block": 1 << 30},
+    "the trunk stays": {"share": 1.0, "slots": 3, "block": 4000},
+    "everything stays": {"share": 1.0, "slots": 1000, "block": 4000},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, nano: Path) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("streaming")
+    found = {"nano": nano}
+    for preset in ("micro", "tiny"):
+        found[preset] = synth(folder / preset, preset)
+    found["unpacked"] = synth(folder / "unpacked", "nano", experts="bf16", trunk="f32", shard_bytes=300_000)
+    return found
+
+
+def play(model: k3.Model) -> dict[str, Any]:
+    """One of every kind of pass; everything that it left."""
+    vocab = model.config.vocab_size
+    found: dict[str, Any] = {}
+    with model.session() as s, model.session(latent="bf16") as other:
+        found["prefill"] = s.prefill(prompt(70, vocab=vocab), chunk=33)
+        found["steps"] = step_all(s, prompt(3, vocab=vocab))
+        mark = s.mark()
+        with s.verify(prompt(6, seed=1, vocab=vocab)) as draft:
+            found["draft"] = draft.logits.copy()
+            draft.accept(4)
+        found["after the draft"] = contents(s)
+        other.prefill(prompt(9, seed=2, vocab=vocab))
+        twin = s.fork()
+        ids = [int(t) for t in prompt(3, seed=3, vocab=vocab)]
+        found["batch"] = np.stack(model.step([(s, ids[0]), (other, ids[1]), (twin, ids[2])]))
+        found["scores"] = s.score(prompt(40, seed=4, vocab=vocab)).logprobs
+        s.rewind(mark)
+        found["rewound"] = s.step(ids[0])
+        found["s"], found["other"], found["twin"] = contents(s), contents(other), contents(twin)
+        twin.close()
+        mark.close()
+    return found
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        if isinstance(value, dict):
+            same(found[name], value)
+        else:
+            assert np.asarray(found[name]).tobytes() == np.asarray(value).tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, path in checkpoints.items():
+        with k3.Model.open(path, device="cpu", threads=1) as model:
+            found[name] = play(model)
+    return found
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", ["nano", "micro", "tiny", "unpacked"])
+def test_the_bits_are_the_same_at_every_budget(
+    name: str, budget: str, checkpoints: dict[str, Path], expected: dict[str, dict[str, Any]]
+) -> None:
+    """A block that is cut, read or placed wrongly, or an expert in the wrong slot, changes a logit."""
+    how = BUDGETS[budget]
+    if name == "tiny":
+        how = how | {"block": 16 * how["block"]}
+    with opened(checkpoints[name], **how) as model:
+        compare(play(model), expected[name])
+
+
+def test_the_order_of_reading_is_that_of_the_graph(nano: Path) -> None:
+    """Every matrix of the trunk once, the head last; the embedding and the experts are not part of it."""
+    with k3.Model.open(nano, device="cpu", threads=1) as model:
+        steps = model._decoder.reading_order()
+        c = model.config
+        spans = model._weights.spans()
+        assert sum(rows * width for _, _, _, rows, width in steps) == sum(n for _, n in spans)
+        assert steps[-1][3] == c.vocab_size
+        assert [whole for _, _, whole, _, _ in steps].count(True) == len(c.full_attn_layers)
+        assert len({matrix for matrix, *_ in steps}) == len(steps)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sessions_in_several_threads_take_turns(nano: Path, threads: int) -> None:
+    ids = prompt(30)
+    with k3.Model.open(nano, device="cpu", threads=1) as model, model.session() as s:
+        s.prefill(ids)
+        wanted = contents(s)
+    found: list[dict[str, Any]] = []
+    with opened(nano, share=0.3, slots=3, threads=threads) as model:
+
+        def run() -> None:
+            with model.session() as s:
+                for t in ids.tolist():
+                    s.step(t)
+                found.append(contents(s))
+
+        workers = [threading.Thread(target=run) for _ in range(3)]
+        for w in workers:
+            w.start()
+        for w in workers:
+            w.join()
+    assert len(found) == 3
+    for one in found:
+        same(one, wanted)
+
+
+def test_a_cancelled_pass_leaves_the_next_one_right(nano: Path) -> None:
+    ids = prompt(60)
+    with k3.Model.open(nano, device="cpu", threads=1) as model, model.session() as s:
+        s.prefill(ids)
+        wanted = contents(s)
+    with opened(nano, slots=2) as model, model.session() as s:
+        for t in ids.tolist():
+            with unchanged(s):
+                s._scratch.cancel()
+                with pytest.raises(k3.PassCancelled):
+                    s._forward(np.array([t], np.int32))
+            s.step(t)
+        same(contents(s), wanted)
+
+
+# ----------------------------------------------------------------------------------------------
+# failing files
+# ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [errno.EIO, 0], ids=["an error", "short"])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_read_that_fails_fails_the_pass_and_nothing_else(nano: Path, error: int, share: float) -> None:
+    """Every read of a pass fails once: the message names it, the session is as it was, and the pass succeeds after it."""
+    ids = prompt(5)
+    with k3.Model.open(nano, device="cpu", threads=1) as model, model.session() as s:
+        wanted = step_all(s, ids)
+    with opened(nano, share=share, slots=2, block=20_000, chunk=1 << 20) as model, model.session() as s:
+        streamer = model._engine.streamer
+        s.step(int(ids[0]))
+        failed = 0
+        for after in range(400):
+            streamer.fail_after(after, error)
+            with unchanged(s):
+                try:
+                    with s.fork() as twin:
+                        twin.step(int(ids[1]))
+                except k3.CheckpointError as problem:
+                    failed += 1
+                    text = str(problem)
+                    assert "model-0000" in text and "layers." in text or "embed_tokens" in text or "lm_head" in text
+                    assert (os.strerror(errno.EIO) in text) == bool(error)
+                    assert "expected" in text and "at byte" in text
+            if failed and after > 2 * failed + 40:
+                break
+        streamer.fail_after(-1)
+        assert failed > 20
+        assert step_all(s, ids[1:]).tobytes() == wanted[1:].tobytes()
+
+
+@pytest.fixture
+def copy(nano: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(nano, tmp_path / "copy"))
+
+
+def shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[1]
+
+
+def test_a_file_that_is_cut_while_it_is_open(copy: Path) -> None:
+    """A mapped file would end the process with SIGBUS here."""
+    ids = prompt(8)
+    with opened(copy, slots=2) as model, model.session() as s:
+        wanted = step_all(s, ids[:4])
+        file = shard(copy)
+        whole, times = file.read_bytes(), os.stat(file)
+        contents(s)  # the fingerprint of the model, which a snapshot has, is taken while the files are whole
+        with open(file, "r+b") as out:
+            out.truncate(len(whole) // 2)
+        for _ in range(2):
+            with unchanged(s), pytest.raises(k3.CheckpointError, match=rf"{file.name}.*{len(whole)}.*found {len(whole) // 2}"):
+                s.step(int(ids[4]))
+        with open(file, "r+b") as out:
+            out.write(whole)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        found = step_all(s, ids[4:])
+    with k3.Model.open(copy, device="cpu", threads=1) as model, model.session() as s:
+        assert np.concatenate([wanted, found]).tobytes() == step_all(s, ids).tobytes()
+
+
+def test_a_file_that_is_written_to_while_it_is_open(copy: Path) -> None:
+    with opened(copy, slots=2) as model, model.session() as s:
+        s.prefill(prompt(3))
+        file = shard(copy)
+        os.utime(file, ns=(0, 1))
+        with unchanged(s), pytest.raises(k3.CheckpointError, match=rf"{file.name}: the file has been changed.*time of change"):
+            s.step(1)
+
+
+def test_a_file_that_changes_in_the_middle_of_a_pass_fails_that_pass(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Files are looked at again before a pass counts: a handler, which runs between two layers, changes one."""
+    folder = Path(shutil.copytree(checkpoints["tiny"], tmp_path / "copy"))
+    file = next(folder.glob("*.safetensors"))
+    times = os.stat(file)
+    running = False
+    touched = False
+
+    def touch(*_: object) -> None:
+        nonlocal touched
+        if running:
+            os.utime(file, ns=(0, 7))
+            touched = True
+
+    before = signal.signal(signal.SIGALRM, touch)
+    try:
+        with opened(folder, slots=2, block=1200) as model, model.session() as s:
+            s.step(1)
+            while not touched:  # a pass that is over too soon is tried again
+                at = contents(s)
+                running = True
+                signal.setitimer(signal.ITIMER_REAL, 0.02)
+                try:
+                    s.prefill(prompt(128))
+                except k3.CheckpointError as problem:
+                    assert "the file has been changed" in str(problem)
+                    running = False
+                    same(contents(s), at)
+                else:
+                    running = False
+                    assert not touched
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+            s.step(1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_files_that_are_removed_stay_readable(copy: Path) -> None:
+    """The open handles keep the bytes, so nothing is lost by it."""
+    ids = prompt(6)
+    with k3.Model.open(copy, device="cpu", threads=1) as model, model.session() as s:
+        wanted = step_all(s, ids)
+    with opened(copy, slots=2) as model, model.session() as s:
+        first = step_all(s, ids[:3])
+        shutil.rmtree(copy)
+        rest = step_all(s, ids[3:])
+    assert np.concatenate([first, rest]).tobytes() == wanted.tobytes()
+
+
+def test_a_file_that_has_gone_before_it_is_opened(copy: Path) -> None:
+    shard(copy).unlink()
+    with pytest.raises(k3.CheckpointError, match="missing"):
+        k3.Model.open(copy, memory="1TiB")
+
+
+# ----------------------------------------------------------------------------------------------
+# what it says
+# ----------------------------------------------------------------------------------------------
+
+
+def test_stats_count_what_came_from_the_disk(nano: Path) -> None:
+    with opened(nano, share=0.0, slots=1000) as model, model.session() as s:
+        step = model._weights.step_bytes()
+        for i, t in enumerate(prompt(20).tolist()):
+            s.step(t)
+            stats = s.stats
+            assert stats.disk_bytes >= (i + 1) * step["trunk"]
+            assert stats.experts_used == (i + 1) * 3 * 6
+        assert stats.expert_hit_rate is not None and 0.2 < stats.expert_hit_rate < 1
+        distinct = stats.experts_missed  # every one is read once
+        assert distinct <= 6 * 12
+        assert stats.disk_bytes_per_token == stats.disk_bytes / 20 > step["trunk"]
+        assert stats.disk_seconds >= 0
+        assert stats.to_dict()["expert_hit_rate"] == stats.expert_hit_rate
+    with k3.Model.open(nano, device="cpu") as model, model.session() as s:
+        s.step(1)
+        assert (s.stats.disk_bytes, s.stats.expert_hit_rate) == (0, None)
+
+
+def test_stats_of_the_model_know_closed_sessions_and_batches(nano: Path) -> None:
+    with opened(nano, slots=4) as model:
+        trunk = model._weights.step_bytes()["trunk"]
+        with model.session() as s:
+            s.step(1)
+        first = model.stats.disk_bytes
+        assert first >= trunk
+        with model.session() as a, model.session() as b:
+            model.step([(a, 1), (b, 2)])
+            assert a.stats.disk_bytes == 0
+        assert model.stats.disk_bytes >= first + trunk
+
+
+def test_a_prefill_reads_each_block_once_per_chunk(nano: Path) -> None:
+    """And the head not at all in a chunk that needs no logits."""
+    with opened(nano, share=0.0, slots=1000) as model, model.session() as s:
+        trunk = model._weights.step_bytes()["trunk"]
+        s.prefill(prompt(128))
+        once = s.stats.disk_bytes
+        assert trunk <= once < 2.5 * trunk + 2**21
+        s.prefill(prompt(128))
+        assert s.stats.disk_bytes - once < 1.6 * trunk + 2**21
+
+
+@pytest.fixture
+def forked(nano: Path) -> Iterator[k3.Model]:
+    with opened(nano, share=0.4, slots=3) as model:
+        yield model
+
+
+def test_the_child_of_a_fork_goes_on(forked: k3.Model) -> None:
+    """It has the memory and the files, and starts readers of its own."""
+    ids = prompt(6)
+    with forked.session() as s:
+        s.prefill(ids[:3])
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.write(write, step_all(s, ids[3:]).tobytes())
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(write)
+        wanted = step_all(s, ids[3:]).tobytes()
+        with open(read, "rb") as pipe:
+            found = pipe.read()
+        assert os.waitpid(child, 0)[1] == 0
+        assert found == wanted
