@@ -22,7 +22,7 @@ import k3session as k3
 
 Routes = npt.NDArray[np.int64]  # [tokens, layers, chosen]
 SHARES = (0.05, 0.1, 0.25, 0.5)
-HALF_LIVES = (8, 16, 32, 64, 128, 512)
+HALF_LIVES = (1, 2, 4, 8, 16, 32, 128)
 
 
 def recorded(tokens: int) -> tuple[Routes, int]:
@@ -58,62 +58,59 @@ def hit_rate(routes: Routes, experts: int, room: int, policy: str, half_life: fl
     """The share of uses that find their expert in memory, after the first quarter of the tokens."""
     tokens, layers, _ = routes.shape
     n = layers * experts
-    here = np.zeros(n, bool)
-    worth = np.zeros(n)  # the resident expert that is worth least goes first
-    slots = np.full(room, -1)
+    owner = np.full(room, -1)  # the expert in each slot, and what it is worth: the least goes first
+    key = np.full(room, -np.inf)
     place = np.full(n, -1)
+    worth = np.full(n, -np.inf)
+    share = room // layers
     if policy == "static":
         flat = (routes + experts * np.arange(layers)[None, :, None]).ravel()
         best = np.argsort(-np.bincount(flat, minlength=n), kind="stable")[:room]
-        here[best] = True
-    hits = uses = 0
-    clock = 0
-    share = room // layers
+        place[best] = 0
+    hits = uses = clock = 0
     for t in range(tokens):
         for layer in range(layers):
             ids = layer * experts + routes[t, layer]
-            found = here[ids]
+            found = place[ids] >= 0
             if t >= tokens // 4:
                 hits += int(found.sum())
                 uses += ids.size
-            clock += 1
             if policy == "static":
                 continue
-            for e in ids[~found].tolist():
-                low, high = (layer * share, (layer + 1) * share) if policy == "lru in each layer" else (0, room)
-                if low == high:
-                    continue
-                held = slots[low:high]
-                keys = np.where(held < 0, -np.inf, worth[held])
-                keys[np.isin(held, ids)] = np.inf
-                at = low + int(np.argmin(keys))
-                if keys[at - low] == np.inf:
-                    continue
-                if slots[at] >= 0:
-                    here[slots[at]] = False
-                slots[at], here[e], place[e] = e, True, at
+            clock += 1
             if policy.startswith("lru"):
                 worth[ids] = clock
             elif policy == "lfu":
-                worth[ids] += 1
+                worth[ids] = np.maximum(worth[ids], 0) + 1
             else:
-                age = t / half_life
-                before = np.where(worth[ids] == 0, -np.inf, worth[ids])
-                worth[ids] = age + np.log2(1 + np.exp2(before - age)) + 1e-9
+                worth[ids] = t / half_life + np.log2(1 + np.exp2(worth[ids] - t / half_life))
+            key[place[ids[found]]] = np.inf  # in use
+            low, high = (layer * share, (layer + 1) * share) if policy == "lru in each layer" else (0, room)
+            for e in ids[~found].tolist():
+                if low == high:
+                    break
+                at = low + int(key[low:high].argmin())
+                if key[at] == np.inf:
+                    break
+                if owner[at] >= 0:
+                    place[owner[at]] = -1
+                owner[at], place[e], key[at] = e, at, np.inf
+            held = ids[place[ids] >= 0]
+            key[place[held]] = worth[held]
     return hits / uses
 
 
 def main() -> None:
     """Replay all of it, print a table and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--tokens", type=int, default=1500, help="of the shipped model")
-    parser.add_argument("--drawn", type=int, default=300, help="tokens of each drawn one")
+    parser.add_argument("--tokens", type=int, default=1000, help="of the shipped model")
+    parser.add_argument("--drawn", type=int, default=250, help="tokens of each drawn one")
     parser.add_argument("--csv")
     args = parser.parse_args()
     sources: dict[str, Callable[[], tuple[Routes, int]]] = {
         "k3-shakespeare": lambda: recorded(args.tokens),
-        "drawn, power 0.5": lambda: drawn(args.drawn, 16, 224, 8, 0.5),
-        "drawn, power 1.0": lambda: drawn(args.drawn, 16, 224, 8, 1.0),
+        "drawn, power 0.5": lambda: drawn(args.drawn, 12, 224, 8, 0.5),
+        "drawn, power 1.0": lambda: drawn(args.drawn, 12, 224, 8, 1.0),
     }
     rows: list[dict[str, Any]] = []
     for source, make in sources.items():

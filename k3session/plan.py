@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from k3session import budget, env
@@ -20,7 +22,7 @@ from k3session.rates import ASSUMED, Rates, measure
 from k3session.shards import StoredTensor
 from k3session.streaming import session_bytes
 
-__all__ = ["plan"]
+__all__ = ["Survey", "plan", "survey"]
 
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -67,8 +69,41 @@ def _open_bytes(tensors: Iterable[StoredTensor], layers: int) -> int:
     return n * _PER_TENSOR + layers * _PER_LAYER + vectors
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the headers of a checkpoint say: its configuration, what it asks for, and what it takes to hold it open."""
+
+    path: Path
+    files: tuple[Path, ...]
+    config: K3Config
+    need: Need
+    open_bytes: int
+
+
+def survey(path: str | os.PathLike[str], progress: ProgressArgument = False) -> Survey:
+    """Read the headers of a checkpoint, and nothing else of it: a folder of sparse files will do.
+
+    Raises
+    ------
+    CheckpointError
+        The folder cannot be used.
+    """
+    report = Progress(progress)
+    try:
+        found = inspect(path, report)
+    finally:
+        report.close()
+    config = found.config
+    found.shards.close()
+    if found.problems or config is None:
+        raise folder_error(found.path, found.problems)
+    files = tuple(sorted({t.file for t in found.tensors.values()}))
+    held = _open_bytes(found.tensors.values(), config.num_hidden_layers)
+    return Survey(found.path, files, config, _need(found, config), held)
+
+
 def plan(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Survey,
     memory: int | str,
     *,
     threads: int | None = None,
@@ -81,7 +116,7 @@ def plan(
     Parameters
     ----------
     path
-        The folder; only headers are read, so that a folder of sparse files will do.
+        The folder, or what `survey` returned for it.
     memory
         As for `Model.open`.
     threads
@@ -113,23 +148,12 @@ def plan(
     total = budget.read_memory(memory)
     if total is None:
         raise ConfigError("memory is None; expected a budget to plan for")
-    report = Progress(progress)
-    try:
-        found = inspect(path, report)
-    finally:
-        report.close()
-    config = found.config
-    found.shards.close()
-    if found.problems or config is None:
-        raise folder_error(found.path, found.problems)
-    need = _need(found, config)
-    process = budget.process_bytes() + _open_bytes(found.tensors.values(), config.num_hidden_layers)
-    divided = budget.divide(total, process, session_bytes(config), need)
+    found = path if isinstance(path, Survey) else survey(path, progress)
+    config, need = found.config, found.need
+    divided = budget.divide(total, budget.process_bytes() + found.open_bytes, session_bytes(config), need)
     threads = env.default_threads() if threads is None else threads
-    isa = env.instruction_set(ops.best_isa(), ops.ISAS)
     if measured:
-        files = sorted({t.file for t in found.tensors.values()})
-        rates = measure(files, threads, isa)
+        rates = measure(found.files, threads, env.instruction_set(ops.best_isa(), ops.ISAS))
     rates = rates or ASSUMED
     all_slots = need.experts * need.moe_layers
     # Of experts that are chosen evenly; a model that prefers some finds them more often.
@@ -154,22 +178,23 @@ def plan(
         "rates": {"disk": rates.disk, "memory": rates.memory, "cores": rates.cores, "measured": rates.measured},
         "seconds": seconds | {"token": seconds[limit], "without_overlap": sum(seconds.values())},
         "limit": limit,
-        "advice": _advice(limit, seconds, divided, need, rates),
+        "advice": _advice(limit, seconds, divided, disk),
     }
 
 
-def _advice(limit: str, seconds: dict[str, float], divided: budget.MemoryPlan, need: Need, rates: Rates) -> str:
+def _advice(limit: str, seconds: dict[str, float], divided: budget.MemoryPlan, disk: int) -> str:
     gib = float(1 << 30)
     other = max(v for k, v in seconds.items() if k != limit)
     if limit == "disk":
         # Bytes that would have to stay for the disk to be no slower than the rest; more than the trunk is of less use.
-        more = min((seconds["disk"] - other) * rates.disk, divided.streamed)
+        rate = disk / seconds["disk"]
+        more = min((seconds["disk"] - other) * rate, divided.streamed)
         if more < gib / 8:
             return (
                 f"The disk is the limit, with experts that are read when they are chosen: a faster disk helps most, up to "
                 f"{seconds['disk'] / max(other, 1e-9):.1f} times."
             )
-        saved = more / rates.disk
+        saved = more / rate
         return (
             f"The disk is the limit: {more / gib:.1f} GiB more memory would save {saved:.2g} of {seconds['disk']:.2g} s a "
             f"token, and a disk twice as fast {min(seconds['disk'] / 2, seconds['disk'] - other):.2g} s."

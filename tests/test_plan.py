@@ -162,9 +162,10 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sparse(tmp_path_factory.mktemp("released") / "K3", PRESETS["k3"], 96)
 
 
-def test_the_released_model_is_planned_from_its_headers(released: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_released_model_is_planned_from_its_headers(released: Path) -> None:
     assert sum(f.stat().st_blocks for f in released.iterdir()) * 512 < 200 * MIB
-    found = {m: plan.plan(released, m, rates=Rates(2e9, 50e9, 50e9), threads=8) for m in ("8GiB", "64GiB", "256GiB")}
+    headers = plan.survey(released)
+    found = {m: plan.plan(headers, m, rates=Rates(2e9, 50e9, 50e9), threads=8) for m in ("8GiB", "64GiB", "256GiB")}
     trunk, experts = 111_160_000_000, 25_830_000_000
     for name, one in found.items():
         assert not one["memory"]["mapped"]
@@ -179,11 +180,19 @@ def test_the_released_model_is_planned_from_its_headers(released: Path, capsys: 
     assert 0.4 * trunk < middle["memory"]["streamed"] < 0.6 * trunk
     assert large["memory"]["streamed"] == 0 and large["memory"]["slots"] > 5000
     assert "more memory would save" in middle["advice"] and "faster disk helps most" in large["advice"]
-    assert main(["plan", str(released), "--memory", "8GiB", "--disk-rate", "2GB", "--threads", "8", "--json"]) == 0
+    with pytest.raises(k3.ConfigError, match="the smallest that works here is"):
+        plan.plan(headers, "1GiB")
+
+
+def test_the_command_prints_the_plan(nano: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(nano), "--memory", "1GiB", "--core-rate", "2GB", "--threads", "8", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert abs(printed["seconds"]["disk"] / small["seconds"]["disk"] - 1) < 0.01
-    assert main(["plan", str(released), "--memory", "1GiB"]) == 1
+    assert printed["seconds"]["cores"] == printed["per_token"]["cores"] / 2e9 and printed["threads"] == 8
+    assert main(["plan", str(nano), "--memory", "1MiB"]) == 1
     assert "the smallest that works here is" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", str(nano), "--memory", "1GiB", "--disk-rate", "fast"])
+    assert "expected bytes a second such as 3GB" in capsys.readouterr().err
 
 
 def test_a_plan_is_what_opening_does(tmp_path: Path, nano: Path) -> None:

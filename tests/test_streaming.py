@@ -9,15 +9,17 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from session_tools import contents, prompt, same, step_all, unchanged
+from session_tools import contents, prompt, run, same, step_all, unchanged
 from streaming_tools import opened
 
 import k3session as k3
+from k3session.presets import PRESETS
 from k3session.synth import synth
 
 # What stays, how the rest is cut, and how many experts have room: from almost nothing to everything but the last block.
@@ -279,6 +281,60 @@ def test_a_file_that_has_gone_before_it_is_opened(copy: Path) -> None:
     shard(copy).unlink()
     with pytest.raises(k3.CheckpointError, match="missing"):
         k3.Model.open(copy, memory="1TiB")
+
+
+# ----------------------------------------------------------------------------------------------
+# the budget
+# ----------------------------------------------------------------------------------------------
+
+RUN = """
+import hashlib, pathlib, re, sys
+import numpy as np
+import k3session as k3
+from session_tools import prompt
+path, memory = sys.argv[1:]
+if memory == "smallest":
+    try:
+        k3.Model.open(path, device="cpu", memory="1MiB", threads=1)
+    except k3.ConfigError as problem:
+        memory = int(re.search(r"works here is (\\d+) ", str(problem))[1])
+elif memory == "mapped":
+    memory = None
+with k3.Model.open(path, device="cpu", memory=memory, threads=1) as model, model.session(marks=False) as s:
+    vocab = model.config.vocab_size
+    out = [s.prefill(prompt(140, vocab=vocab)), *(s.step(int(t)) for t in prompt(4, vocab=vocab))]
+    s.save(sys.argv[1] + "/../session.k3s")
+    plan = model.memory
+    read = model._engine.streamer.bytes_read if plan else 0
+    peak = re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]
+    digest = hashlib.sha256(np.stack(out).tobytes()).hexdigest()
+    print(plan.budget if plan else 0, plan.streamed if plan else 0, read, int(peak) * 1024, digest)
+"""
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A checkpoint of some 200 MB, a few times what Python itself takes; and its size."""
+    config = replace(
+        PRESETS["tiny"], hidden_size=1024, intermediate_size=8192, vocab_size=16384, num_experts=64,
+        moe_intermediate_size=512, routed_expert_hidden_size=512, kda_num_heads=8, num_attention_heads=8,
+    )  # fmt: skip
+    folder = synth(tmp_path_factory.mktemp("larger") / "model", config)
+    return folder, sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+
+
+def test_the_peak_of_memory_is_within_the_budget(larger: tuple[Path, int]) -> None:
+    """As the kernel counts it: a block too many, a touched mapping or a copy of what stays is seen here."""
+    folder, size = larger
+    _, _, _, mapped_peak, wanted = run(RUN, folder, "mapped", timeout=300).split()
+    budget, streamed, read, peak, digest = run(RUN, folder, "smallest", timeout=300).split()
+    assert digest == wanted
+    assert int(streamed) > 0.9 * 0.4 * size and int(read) > 5 * int(streamed)
+    assert int(peak) <= 1.05 * int(budget), f"{int(peak) >> 20} MiB of {int(budget) >> 20}"
+    assert int(budget) < int(mapped_peak) - size // 3, "the budget is one that mapping would not have kept"
+    half = int(budget) + size // 4
+    budget, streamed, _, peak, digest = run(RUN, folder, f"{half}B", timeout=300).split()
+    assert digest == wanted and int(peak) <= 1.05 * int(budget)
 
 
 # ----------------------------------------------------------------------------------------------

@@ -537,7 +537,7 @@ void check_moe(const k3_dims& d, bool wild) {
     moe.w3 = w[2].data();
     const Floats z = floats(R * latent, wild), weights = within(R * T, 0.0f, 1.0f);
     compare("experts", d, R, shape, [&](const k3_ops& t, Out& o) {
-        return t.experts(t.ctx, &d, &moe, &p.pass, z.data(), ids.data(), weights.data(), o.make(R * latent));
+        return t.experts(t.ctx, &d, &moe, &p.pass, z.data(), ids.data(), weights.data(), o.make(R * latent), 0, d.num_experts);
     });
 }
 
