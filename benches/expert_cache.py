@@ -22,7 +22,7 @@ import k3session as k3
 
 Routes = npt.NDArray[np.int64]  # [tokens, layers, chosen]
 SHARES = (0.05, 0.1, 0.25, 0.5)
-HALF_LIVES = (1, 2, 4, 8, 16, 32, 128)
+HALF_LIVES = (2, 4, 8, 16, 32, 128)
 
 
 def recorded(tokens: int) -> tuple[Routes, int]:
@@ -85,7 +85,7 @@ def hit_rate(routes: Routes, experts: int, room: int, policy: str, half_life: fl
             else:
                 worth[ids] = t / half_life + np.log2(1 + np.exp2(worth[ids] - t / half_life))
             key[place[ids[found]]] = np.inf  # in use
-            low, high = (layer * share, (layer + 1) * share) if policy == "lru in each layer" else (0, room)
+            low, high = (layer * share, (layer + 1) * share) if policy.endswith("in each layer") else (0, room)
             for e in ids[~found].tolist():
                 if low == high:
                     break
@@ -118,9 +118,10 @@ def main() -> None:
         tokens, layers, chosen = routes.shape
         for share in SHARES:
             room = max(2 * chosen, int(share * layers * experts))
-            for policy in ("lru", "lru in each layer", "lfu", "static", *(f"aged {h}" for h in HALF_LIVES)):
-                name, _, half = policy.partition(" ") if policy.startswith("aged") else (policy, "", "0")
-                rate = hit_rate(routes, experts, room, name, float(half))
+            aged = [f"aged {h}{where}" for h in HALF_LIVES for where in ("", " in each layer")]
+            for policy in ("lru", "lru in each layer", "lfu", "static", *aged):
+                half = float(policy.split()[1]) if policy.startswith("aged") else 0.0
+                rate = hit_rate(routes, experts, room, policy, half)
                 rows.append({
                     "source": source, "tokens": tokens, "layers": layers, "experts": experts, "chosen": chosen,
                     "room": room, "share": round(room / (layers * experts), 3), "policy": policy,

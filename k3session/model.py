@@ -27,11 +27,13 @@ from k3session.engine import Engine
 from k3session.errors import ClosedError, ConfigError, SessionBusyError
 from k3session.fingerprint import Fingerprint
 from k3session.marks import Marks
+from k3session.memory import CHUNK_ROWS
 from k3session.placement import Wanted
 from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling, read_generation_config
 from k3session.session import Session
 from k3session.stats import Counts, Stats, collect
+from k3session.streaming import chunk_rows
 from k3session.text import Tokenizer
 
 __all__ = ["DEFAULT_MODEL", "Model"]
@@ -95,6 +97,8 @@ class Model:
         self.device = str(self._engine.placement)
         self.placement: dict[str, str] = self._engine.placement.to_dict()
         self.placement_label = self._engine.placement.label
+        plan = self._engine.plan
+        self.chunk_rows = CHUNK_ROWS if plan is None or plan.mapped else chunk_rows(self.config, plan.budget)
         self.prefill_precision = wanted.prefill_precision
         self.weights = wanted.weights
         self.default_sampling: Sampling = read_generation_config(self.path, self.config.eos_token_id)

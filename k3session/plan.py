@@ -150,7 +150,7 @@ def plan(
         raise ConfigError("memory is None; expected a budget to plan for")
     found = path if isinstance(path, Survey) else survey(path, progress)
     config, need = found.config, found.need
-    divided = budget.divide(total, budget.process_bytes() + found.open_bytes, session_bytes(config), need)
+    divided = budget.divide(total, budget.process_bytes() + found.open_bytes, session_bytes(config, total), need)
     threads = env.default_threads() if threads is None else threads
     if measured:
         rates = measure(found.files, threads, env.instruction_set(ops.best_isa(), ops.ISAS))

@@ -19,16 +19,25 @@ from k3session.config import K3Config
 from k3session.memory import CHUNK_ROWS, memory_estimate
 from k3session.placement import Placement
 
-__all__ = ["open_streamer", "session_bytes"]
+__all__ = ["chunk_rows", "open_streamer", "session_bytes"]
 
 log = logging.getLogger("k3session")
 #: Tokens of context that a budget has room for in its one session.
 CONTEXT = 4096
+MOST_ROWS = 512
 
 
-def session_bytes(config: K3Config, rows: int = CHUNK_ROWS) -> int:
+def chunk_rows(config: K3Config, memory: int) -> int:
+    """Rows in a chunk of a prefill within a budget: each chunk reads what is streamed once, so more than without."""
+    rows = CHUNK_ROWS
+    while rows < MOST_ROWS and memory_estimate(config, 0, 2 * rows)["scratch"] <= memory // 16:
+        rows *= 2
+    return rows
+
+
+def session_bytes(config: K3Config, memory: int) -> int:
     """Bytes of one session within a budget: its state twice, its scratch, and `CONTEXT` tokens."""
-    sizes = memory_estimate(config, 0, rows)
+    sizes = memory_estimate(config, 0, chunk_rows(config, memory))
     latent = sizes["latent_per_token_fp32"] * min(CONTEXT, config.max_position_embeddings)
     state = sizes["state_per_session"] + sizes["state_alternate"]
     return state + sizes["scratch"] + latent + 12 * config.vocab_size
@@ -80,7 +89,7 @@ def open_streamer(
     limits = budget.LIMITS
     steps = decoder.reading_order()
     need = _need(checkpoint, steps, placement)
-    plan = budget.divide(memory, budget.process_bytes(), session_bytes(checkpoint.config), need, limits)
+    plan = budget.divide(memory, budget.process_bytes(), session_bytes(checkpoint.config, memory), need, limits)
     if plan.mapped:
         return None, plan
     blocks: list[tuple[int, int, int, int]] = []

@@ -25,9 +25,13 @@ def opened(
     ring_blocks: float = 3,
     chunk: int = 4096,
     threads: int = 1,
+    memory: str = "2MiB",
     **limits: Any,
 ) -> Iterator[k3.Model]:
-    """A model that streams: `share` of the trunk stays, in blocks of `block` bytes; `slots` experts have room."""
+    """A model that streams: `share` of the trunk stays, in blocks of `block` bytes; `slots` experts have room.
+
+    On `memory`, which is not kept, depends how many rows a chunk has.
+    """
 
     def divide(total: int, process: int, session: int, need: budget.Need, given: budget.Limits) -> budget.MemoryPlan:
         largest = max(
@@ -46,6 +50,6 @@ def opened(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "divide", divide)
         patch.setattr(budget, "LIMITS", replace(budget.LIMITS, chunk=chunk, **limits))
-        model = k3.Model.open(path, memory="1TiB", threads=threads)
+        model = k3.Model.open(path, memory=memory, threads=threads)
     with model:
         yield model

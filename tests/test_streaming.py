@@ -385,6 +385,23 @@ def test_a_prefill_reads_each_block_once_per_chunk(nano: Path) -> None:
         assert s.stats.disk_bytes - once < 1.6 * trunk + 2**21
 
 
+def test_chunks_are_larger_where_memory_allows(nano: Path) -> None:
+    """Each chunk reads what is streamed once; the bits do not depend on it."""
+    ids = prompt(700)
+    with k3.Model.open(nano, device="cpu", threads=1) as model, model.session() as s:
+        assert model.chunk_rows == 128
+        wanted = s.prefill(ids)
+    read = {}
+    for memory, rows in (("2MiB", 128), ("1GiB", 512)):
+        with opened(nano, slots=1000, memory=memory) as model, model.session(marks=False) as s:
+            assert model.chunk_rows == rows
+            assert s.prefill(ids).tobytes() == wanted.tobytes()
+            read[rows] = s.stats.disk_bytes
+            with pytest.raises(k3.ConfigError, match=f"a number of rows from 1 to {rows}"):
+                s.prefill(ids, chunk=rows + 1)
+    assert read[512] < 0.5 * read[128]
+
+
 @pytest.fixture
 def forked(nano: Path) -> Iterator[k3.Model]:
     with opened(nano, share=0.4, slots=3) as model:

@@ -30,7 +30,6 @@ from k3session.errors import (
 from k3session.generation import Generated, generate
 from k3session.inputs import out_row, prompt_rows, token_id
 from k3session.marks import NO_POINTS, Mark, Marks, Origin, Point, Points, next_serial
-from k3session.memory import CHUNK_ROWS
 from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling
 from k3session.saving import SaveJob
@@ -97,7 +96,7 @@ class SessionCore:
             self._decoder.timeline(LATENTS[latent], self._page_rows) if timeline is None else timeline
         )
         self._fixed_bytes = int(self._timeline.nbytes)  # without latent rows; a fork takes that of its parent
-        self._scratch: Any = Scratch(self._decoder, CHUNK_ROWS)
+        self._scratch: Any = Scratch(self._decoder, model.chunk_rows)
         vocab = model.config.vocab_size
         self._vocab = vocab
         # A pass commits inside one call, and Ctrl-C may come right after it.  So what belongs to a position is
@@ -247,7 +246,7 @@ class SessionCore:
         self,
         prompt: Sequence[int] | npt.NDArray[Any],
         *,
-        chunk: int = CHUNK_ROWS,
+        chunk: int | None = None,
         progress: ProgressArgument = False,
     ) -> npt.NDArray[np.float32]:
         """Take in a prompt, in chunks.  The result is the same to the bit as that of single steps.
@@ -257,7 +256,7 @@ class SessionCore:
         prompt
             Token ids [n], or embeddings float32[n, hidden_size] in their place.
         chunk
-            Rows of one pass, from 1 to 128; no result depends on it.
+            Rows of one pass, from 1 to `Model.chunk_rows`, which is the default; no result depends on it.
         progress
             True, or a function called as ``progress("prefill", tokens done, tokens)`` after each chunk.
 
@@ -277,8 +276,11 @@ class SessionCore:
             try:
                 self._begin(cancellable=True)
                 ids, embeddings = prompt_rows(prompt, self._vocab, self._model.config.hidden_size)
-                if isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= CHUNK_ROWS:
-                    raise ConfigError(f"chunk is {chunk!r}; expected a number of rows from 1 to {CHUNK_ROWS}")
+                most = self._model.chunk_rows
+                if chunk is None:
+                    chunk = most
+                elif isinstance(chunk, bool) or not isinstance(chunk, int) or not 1 <= chunk <= most:
+                    raise ConfigError(f"chunk is {chunk!r}; expected a number of rows from 1 to {most}")
                 n, start = ids.size, self._timeline.position
                 if start + n > self._capacity:
                     raise self._full(n)
