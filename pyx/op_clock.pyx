@@ -265,11 +265,11 @@ cdef int route(void* ctx, const k3_dims* d, const float* logits, const float* bi
 
 
 cdef int experts(void* ctx, const k3_dims* d, const k3_moe* w, const k3_pass* p, const float* z, const int32_t* ids,
-                 const float* weights, float* u) noexcept nogil:
+                 const float* weights, float* u, int64_t first, int64_t end) noexcept nogil:
     cdef Clock* c = <Clock*>ctx
     cdef Entry* e
     cdef int64_t r, t, id, read = 0, chosen = 0, began = now()
-    cdef int status = c.inner.experts(c.inner.ctx, d, w, p, z, ids, weights, u)
+    cdef int status = c.inner.experts(c.inner.ctx, d, w, p, z, ids, weights, u, first, end)
     e = note(c, EXPERTS, <int64_t>w, p.rows, began)
     memset(c.seen, 0, d.num_experts)
     for r in range(p.rows):
@@ -277,8 +277,10 @@ cdef int experts(void* ctx, const k3_dims* d, const k3_moe* w, const k3_pass* p,
             continue
         for t in range(d.num_experts_per_token):
             id = ids[r * d.num_experts_per_token + t]
+            if not (first <= id < end and 0 <= id < d.num_experts):
+                continue
             chosen += 1
-            if 0 <= id < d.num_experts and not c.seen[id]:
+            if not c.seen[id]:
                 c.seen[id] = 1
                 read += 1
     c.expert_reads += read
