@@ -73,7 +73,7 @@ DEPENDS = {
 }
 COMMON_SOURCES = ("pool.cpp", "dispatch.cpp", "probe.cpp", "recode.cpp")
 # Compiled into a module of their own.
-STREAMING_SOURCES = ("stream.cpp", "stream_ops.cpp", "stream_order.cpp")
+STREAMING_SOURCES = ("stream.cpp", "stream_files.cpp", "stream_ops.cpp", "stream_order.cpp")
 SOURCES = {
     "gpu": ["cuda/launch.cpp"],
     "streaming": [f"cuda/host/{name}" for name in STREAMING_SOURCES],

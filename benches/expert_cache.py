@@ -3,9 +3,9 @@
 
     python benches/expert_cache.py --csv benches/results/expert_cache.csv
 
-Routes are recorded from the model that ships, while it writes; and drawn, with the layers and the number of choices of a
-large model, from experts whose popularity falls as a power of their rank and of which some are preferred for a stretch of
-tokens.  The drawn ones are a guess at such models, and say how the policies rank, not what the hit rate will be.
+Routes are recorded from the model that ships, while it writes; and drawn, with many experts, whose popularity falls as
+a power of their rank and of which some are preferred for a stretch of tokens.  The drawn ones are a guess at large
+models, and say how the policies rank, not what the hit rate will be.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def hit_rate(routes: Routes, experts: int, room: int, policy: str, half_life: fl
             else:
                 worth[ids] = t / half_life + np.log2(1 + np.exp2(worth[ids] - t / half_life))
             key[place[ids[found]]] = np.inf  # in use
-            low, high = (layer * share, (layer + 1) * share) if policy.endswith("in each layer") else (0, room)
+            low, high = (
+                (layer * share, (layer + 1) * share) if policy.endswith("in each layer") else (0, room)
+            )
             for e in ids[~found].tolist():
                 if low == high:
                     break

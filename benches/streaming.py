@@ -3,9 +3,9 @@
 
     python benches/streaming.py DIR --budgets 1400MiB 3GiB 6GiB --csv benches/results/streaming.csv
 
-Each budget is a process of its own, whose peak is read from outside (VmHWM).  Direct reads of the same files are measured
-in turns with the steps of the same process, so that the share of the disk is that of the moment.  ``mapped`` is the model
-without a budget.
+Each budget is a process of its own, whose peak is read from outside (VmHWM).  Direct reads of the same files are
+measured in turns with the steps of the same process, so that the share of the disk is that of the moment.  ``mapped``
+is the model without a budget.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def child(folder: str, budget: str, rounds: int, steps: int, probe: float) -> di
     stats = session.stats
     size = sum(f.stat().st_size for f in files)
     plan = model.memory
-    result = {
+    return {
         "budget": budget,
         "budget_bytes": plan.budget if plan else 0,
         "checkpoint_bytes": size,
@@ -81,7 +81,6 @@ def child(folder: str, budget: str, rounds: int, steps: int, probe: float) -> di
         "disk_share": round(statistics.median(shares), 3) if shares else "",
         "logits_sha256": digest.hexdigest()[:16],
     }
-    return result
 
 
 def run(folder: str, budget: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +118,9 @@ def main() -> None:
         os._exit(0)
     rows = []
     for budget in args.budgets:
-        rows.append({"machine": platform.machine(), "cores": os.cpu_count(), **run(args.folder, budget, args)})
+        rows.append(
+            {"machine": platform.machine(), "cores": os.cpu_count(), **run(args.folder, budget, args)}
+        )
         print(json.dumps(rows[-1]), flush=True)
     if args.csv:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:

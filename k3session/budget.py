@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: MIT
 """How a memory budget is divided: what stays, what is read ahead, how many experts there is room for.
 
-A byte of the trunk that stays saves one byte of reading in every pass.  A byte of expert cache saves as much only where
-that expert is chosen in every pass, so the trunk comes first: experts get room to work in, and a cache with what is left
-when the whole trunk stays.  docs/memory.md has the definition of what a budget covers.
+A byte of the trunk that stays saves one byte of reading in every pass.  A byte of expert cache saves as much only
+where that expert is chosen in every pass, so the trunk comes first: experts get room to work in, and a cache with what
+is left when the whole trunk stays.  docs/memory.md has the definition of what a budget covers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from typing import Any, NamedTuple
 
 from k3session.errors import ConfigError
 
-__all__ = ["LIMITS", "Limits", "MemoryPlan", "Need", "Step", "available", "cut", "divide", "read_memory", "spread"]
+__all__ = [
+    "LIMITS",
+    "Limits",
+    "MemoryPlan",
+    "Need",
+    "Step",
+    "available",
+    "cut",
+    "divide",
+    "read_memory",
+    "spread",
+]
 
 PAGE = 4096
 _MIB = 1 << 20
@@ -29,9 +40,9 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 class Limits:
     """How streaming is done; tests use other values.
 
-    ``block`` and ``chunk`` are the most bytes in a block of the trunk and in one read, ``threads`` how many reads there
-    are at a time, ``direct`` whether they go past the page cache where that can be, ``half_life`` the passes after which
-    a use of an expert counts half (benches/expert_cache.py has the measurement).
+    ``block`` and ``chunk`` are the most bytes in a block of the trunk and in one read, ``threads`` how many reads
+    there are at a time, ``direct`` whether they go past the page cache where that can be, ``half_life`` the passes
+    after which a use of an expert counts half (benches/expert_cache.py has the measurement).
     """
 
     block: int = 64 * _MIB
@@ -39,7 +50,7 @@ class Limits:
     chunk: int = 4 * _MIB
     threads: int = 4
     direct: bool = True
-    half_life: float = 64.0
+    half_life: float = 16.0
 
 
 LIMITS = Limits()
@@ -85,11 +96,11 @@ class Need:
 class MemoryPlan:
     """How a budget was divided, in bytes.
 
-    ``mapped`` tells that everything fits, so that the files are mapped and nothing is streamed.  Otherwise ``process`` is
-    what the process held when the model was opened, ``session`` what one session takes, ``resident`` the part of the
-    trunk that stays, ``ring`` what is read ahead, and ``slots`` the experts of ``slot`` bytes that there is room for;
-    ``streamed`` is read from the files for each pass, beside the experts that are not in a slot.  ``smallest`` is the
-    smallest budget that works.
+    ``mapped`` tells that everything fits, so that the files are mapped and nothing is streamed.  Otherwise ``process``
+    is what the process held when the model was opened, ``session`` what one session takes, ``resident`` the part of
+    the trunk that stays, ``ring`` what is read ahead, and ``slots`` the experts of ``slot`` bytes that there is room
+    for; ``streamed`` is read from the files for each pass, beside the experts that are not in a slot.  ``smallest`` is
+    the smallest budget that works.
     """
 
     budget: int
@@ -129,7 +140,9 @@ def read_memory(memory: int | str | None) -> int | None:
     else:
         budget = 0
     if budget <= 0:
-        raise ConfigError(f"memory is {memory!r}; expected bytes, a size such as '8GiB' or '500MB', 'auto' or None")
+        raise ConfigError(
+            f"memory is {memory!r}; expected bytes, a size such as '8GiB' or '500MB', 'auto' or None"
+        )
     return budget
 
 
@@ -140,7 +153,9 @@ def process_bytes() -> int:
 
 def available() -> int:
     """Bytes that this process may still take: what the machine and its cgroups have free, less a tenth."""
-    rooms = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable")]
+    rooms = [
+        int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable")
+    ]
     for line in _lines("/proc/self/cgroup"):
         _, controllers, place = line.split(":", 2)
         if controllers == "":
@@ -166,7 +181,9 @@ def _rooms(root: Path, place: str, limit: str, used: str) -> Iterator[int]:
             most, now = int((at / limit).read_text()), int((at / used).read_text())
         except (OSError, ValueError):  # no such file, or "max"
             continue
-        cached = [int(line.split()[1]) for line in _lines(at / "memory.stat") if line.startswith("inactive_file ")]
+        cached = [
+            int(line.split()[1]) for line in _lines(at / "memory.stat") if line.startswith("inactive_file ")
+        ]
         yield max(0, most - now + sum(cached))
 
 

@@ -261,15 +261,17 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from k3session.plan import plan
-    from k3session.rates import ASSUMED, Rates
+    from dataclasses import replace
 
-    given = [getattr(args, f"{name}_rate") for name in ("disk", "memory", "core")]
-    if args.measure and any(g is not None for g in given):
+    from k3session.plan import plan
+    from k3session.rates import ASSUMED
+
+    given = {"disk": args.disk_rate, "memory": args.memory_rate, "cores": args.core_rate}
+    given = {name: rate for name, rate in given.items() if rate is not None}
+    if args.measure and given:
         print("k3session: expected --measure, or rates that are given, not both", file=sys.stderr)
         return 2
-    assumed = (ASSUMED.disk, ASSUMED.memory, ASSUMED.cores)
-    rates = Rates(*(a if g is None else g for g, a in zip(given, assumed, strict=True)))
+    rates = replace(ASSUMED, **given)
     report = plan(
         args.folder, args.memory, threads=args.threads, rates=rates, measured=args.measure, progress=True
     )
@@ -285,9 +287,12 @@ def _plan(args: argparse.Namespace) -> int:
                 f"stays in memory: {_size(divided['resident'])} of the trunk, and {divided['slots']} experts "
                 f"({_size(divided['slots'] * divided['slot'])}); read ahead: {_size(divided['ring'])}"
             )
+        session, process = _size(divided["session"]), _size(divided["process"])
+        text.append(
+            f"a session: {session}; the process without the model: {process}; "
+            f"smallest budget: {_size(divided['smallest'])}"
+        )
         text += [
-            f"a session: {_size(divided['session'])}; the process without the model: {_size(divided['process'])}; "
-            f"smallest budget: {_size(divided['smallest'])}",
             *(
                 f"{name:7} {_size(each[name]):>10} a token at {_size(report['rates'][name])}/s ({how}): "
                 f"{seconds[name]:.3g} s"
@@ -374,7 +379,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     memory = argparse.ArgumentParser(add_help=False)
     memory.add_argument(
-        "--memory", metavar="SIZE", help="what the process may have in memory, such as 8GiB, or auto; default: no limit"
+        "--memory",
+        metavar="SIZE",
+        help="what the process may have in memory, such as 8GiB, or auto; default: no limit",
     )
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
@@ -448,14 +455,26 @@ def _parser() -> argparse.ArgumentParser:
         "folder", metavar="DIR", nargs="?", help="a checkpoint folder; default: the small model that ships"
     )
 
-    p = command("plan", _plan, "Predict how a model runs within a memory budget, from its headers.", as_json, threads)
-    p.add_argument("folder", metavar="DIR")
-    p.add_argument("--memory", metavar="SIZE", required=True, help="what the process may have in memory: 8GiB, auto")
-    p.add_argument(
-        "--measure", action="store_true", help="measure disk, memory and cores for some two seconds, instead of assuming"
+    p = command(
+        "plan", _plan, "Predict how a model runs within a memory budget, from its headers.", as_json, threads
     )
-    for name, what in (("disk", "from the disk"), ("memory", "from memory"), ("core", "of weights by the cores")):
-        p.add_argument(f"--{name}-rate", type=_rate, metavar="SIZE", help=f"bytes a second {what}, such as 3GB")
+    p.add_argument("folder", metavar="DIR")
+    p.add_argument(
+        "--memory", metavar="SIZE", required=True, help="what the process may have in memory: 8GiB, auto"
+    )
+    p.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure disk, memory and cores for some two seconds, instead of assuming",
+    )
+    for name, what in (
+        ("disk", "from the disk"),
+        ("memory", "from memory"),
+        ("core", "of weights by the cores"),
+    ):
+        p.add_argument(
+            f"--{name}-rate", type=_rate, metavar="SIZE", help=f"bytes a second {what}, such as 3GB"
+        )
 
     command("doctor", _doctor, "Say what can be used here, and what not and why.", as_json)
 

@@ -39,9 +39,9 @@ def _steps(found: Inspection, config: K3Config) -> list[Step]:
     """The trunk as `Decoder.reading_order` has it, but for the order."""
     steps = []
     for t in found.tensors.values():
-        if not _is_matrix(t) or t.name.endswith("up_proj.weight") and "routed" not in t.name:
-            continue  # an up matrix goes with its gate
-        pair = 2 if t.name.endswith("gate_proj.weight") else 1
+        if not _is_matrix(t) or t.name.endswith((".mlp.up_proj.weight", ".shared_experts.up_proj.weight")):
+            continue  # it goes with its gate
+        pair = 2 if t.component in ("dense", "shared") and t.name.endswith("gate_proj.weight") else 1
         width = t.nbytes // t.shape[0] * pair
         steps.append(Step(t.shape[0], width, pair, t.name.endswith("kv_b_proj.weight")))
     if config.tie_word_embeddings:
@@ -56,7 +56,14 @@ def _need(found: Inspection, config: K3Config) -> Need:
     experts = sum(t.nbytes for t in found.tensors.values() if t.component == "experts")
     count = config.num_experts * len(moe)
     weights = sum(s.nbytes for s in steps) + experts + found.tensors[_EMBEDDING].nbytes
-    return Need(steps, weights, experts // count if count else 0, config.num_experts, len(moe), config.num_experts_per_token)
+    return Need(
+        steps,
+        weights,
+        experts // count if count else 0,
+        config.num_experts,
+        len(moe),
+        config.num_experts_per_token,
+    )
 
 
 def _open_bytes(tensors: Iterable[StoredTensor], layers: int) -> int:
@@ -150,7 +157,9 @@ def plan(
         raise ConfigError("memory is None; expected a budget to plan for")
     found = path if isinstance(path, Survey) else survey(path, progress)
     config, need = found.config, found.need
-    divided = budget.divide(total, budget.process_bytes() + found.open_bytes, session_bytes(config, total), need)
+    divided = budget.divide(
+        total, budget.process_bytes() + found.open_bytes, session_bytes(config, total), need
+    )
     threads = env.default_threads() if threads is None else threads
     if measured:
         rates = measure(found.files, threads, env.instruction_set(ops.best_isa(), ops.ISAS))
@@ -175,7 +184,12 @@ def plan(
         "resident_bytes": need.weights if divided.mapped else divided.resident + divided.slots * divided.slot,
         "per_token": {"disk": disk, "memory": weights + state + disk, "cores": weights},
         "expert_hit_rate": None if divided.mapped or not all_slots else hits,
-        "rates": {"disk": rates.disk, "memory": rates.memory, "cores": rates.cores, "measured": rates.measured},
+        "rates": {
+            "disk": rates.disk,
+            "memory": rates.memory,
+            "cores": rates.cores,
+            "measured": rates.measured,
+        },
         "seconds": seconds | {"token": seconds[limit], "without_overlap": sum(seconds.values())},
         "limit": limit,
         "advice": _advice(limit, seconds, divided, disk),
@@ -191,14 +205,14 @@ def _advice(limit: str, seconds: dict[str, float], divided: budget.MemoryPlan, d
         more = min((seconds["disk"] - other) * rate, divided.streamed)
         if more < gib / 8:
             return (
-                f"The disk is the limit, with experts that are read when they are chosen: a faster disk helps most, up to "
-                f"{seconds['disk'] / max(other, 1e-9):.1f} times."
+                f"The disk is the limit, with experts that are read when they are chosen: a faster disk helps most, "
+                f"up to {seconds['disk'] / max(other, 1e-9):.1f} times."
             )
         saved = more / rate
         return (
-            f"The disk is the limit: {more / gib:.1f} GiB more memory would save {saved:.2g} of {seconds['disk']:.2g} s a "
-            f"token, and a disk twice as fast {min(seconds['disk'] / 2, seconds['disk'] - other):.2g} s."
+            f"The disk is the limit: {more / gib:.1f} GiB more memory would save {saved:.2g} s of {seconds['disk']:.2g} "
+            f"a token, and a disk twice as fast {min(seconds['disk'] / 2, seconds['disk'] - other):.2g} s."
         )
     if limit == "memory":
-        return "Memory bandwidth is the limit: neither a faster disk nor a larger budget helps; more memory channels do."
+        return "Memory bandwidth is the limit: no faster disk and no larger budget helps; more memory channels do."
     return "The cores are the limit: more threads help most, up to the memory's bandwidth."

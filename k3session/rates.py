@@ -54,7 +54,8 @@ def disk_rate(
         for file in files
         for at in range(0, max(1, os.stat(file).st_size - chunk) // budget.PAGE * budget.PAGE + 1, chunk)
     ]
-    lock, done, problems = threading.Lock(), [0, 0], []
+    lock, done = threading.Lock(), [0, 0]
+    problems: list[CheckpointError] = []
     handles: dict[Path, int] = {}
     try:
         for file in files:

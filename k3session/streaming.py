@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -89,7 +88,9 @@ def open_streamer(
     limits = budget.LIMITS
     steps = decoder.reading_order()
     need = _need(checkpoint, steps, placement)
-    plan = budget.divide(memory, budget.process_bytes(), session_bytes(checkpoint.config, memory), need, limits)
+    plan = budget.divide(
+        memory, budget.process_bytes(), session_bytes(checkpoint.config, memory), need, limits
+    )
     if plan.mapped:
         return None, plan
     blocks: list[tuple[int, int, int, int]] = []
@@ -121,5 +122,3 @@ def open_streamer(
     streamer.load(progress)
     log.info("memory budget: %s", plan.to_dict())
     return streamer, plan
-
-

@@ -107,8 +107,9 @@ cdef class Streamer:
         locate(file, byte) names the tensor there, for messages.
     """
 
-    def __cinit__(self, Weights weights not None, list files not None, list blocks not None, const uint8_t[::1] resident not None,
-                  int64_t head, int64_t ring, int64_t slots, int64_t chunk, int64_t threads, double half_life, bint direct, locate):
+    def __cinit__(self, Weights weights not None, list files not None, list blocks not None,
+                  const uint8_t[::1] resident not None, int64_t head, int64_t ring, int64_t slots, int64_t chunk,
+                  int64_t threads, double half_life, bint direct, locate):
         cdef k3_stream_setup setup
         cdef k3_block* b
         cdef k3_file* f

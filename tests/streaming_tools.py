@@ -26,6 +26,7 @@ def opened(
     chunk: int = 4096,
     threads: int = 1,
     memory: str = "2MiB",
+    placement: dict[str, str] | None = None,
     **limits: Any,
 ) -> Iterator[k3.Model]:
     """A model that streams: `share` of the trunk stays, in blocks of `block` bytes; `slots` experts have room.
@@ -33,9 +34,13 @@ def opened(
     On `memory`, which is not kept, depends how many rows a chunk has.
     """
 
-    def divide(total: int, process: int, session: int, need: budget.Need, given: budget.Limits) -> budget.MemoryPlan:
+    def divide(
+        total: int, process: int, session: int, need: budget.Need, given: budget.Limits
+    ) -> budget.MemoryPlan:
         largest = max(
-            budget.room(rows * step.row_bytes, step.parts) for step in need.steps for _, rows in budget.cut(step, block)
+            budget.room(rows * step.row_bytes, step.parts)
+            for step in need.steps
+            for _, rows in budget.cut(step, block)
         )
         resident = int(need.trunk * share)
         blocks = sum(len(budget.cut(step, block)) for step in need.steps)
@@ -50,6 +55,6 @@ def opened(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "divide", divide)
         patch.setattr(budget, "LIMITS", replace(budget.LIMITS, chunk=chunk, **limits))
-        model = k3.Model.open(path, memory=memory, threads=threads)
+        model = k3.Model.open(path, memory=memory, threads=threads, **(placement or {"device": "cpu"}))
     with model:
         yield model

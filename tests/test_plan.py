@@ -42,7 +42,11 @@ def test_what_is_no_size_is_refused(text: object) -> None:
 
 def test_auto_is_what_is_free_less_a_margin() -> None:
     found = budget.read_memory("auto")
-    free = next(int(s.split()[1]) * 1024 for s in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in s)
+    free = next(
+        int(s.split()[1]) * 1024
+        for s in Path("/proc/meminfo").read_text().splitlines()
+        if "MemAvailable" in s
+    )
     assert found is not None and 0 < found < free + budget.process_bytes()
 
 
@@ -81,7 +85,9 @@ def test_blocks_that_stay_are_spread_evenly(keep: float) -> None:
         assert abs(sum(held[i : i + 20]) - keep * sum(rooms[i : i + 20])) <= 18
 
 
-NEED = Need([Step(1000, 10_000), Step(500, 20_000, 2), Step(200, 10_000, whole=True)] * 20, 10**9, 10**6, 100, 4, 4)
+NEED = Need(
+    [Step(1000, 10_000), Step(500, 20_000, 2), Step(200, 10_000, whole=True)] * 20, 10**9, 10**6, 100, 4, 4
+)
 
 
 @pytest.mark.parametrize("total", [100, 150, 300, 500, 700, 900])
@@ -123,7 +129,9 @@ def test_a_model_that_fits_is_mapped(nano: Path) -> None:
 
 
 def test_a_budget_below_the_process_is_refused(nano: Path) -> None:
-    with pytest.raises(k3.ConfigError, match=r"the smallest that works here is \d+ \(\d+ MiB\): the process holds"):
+    with pytest.raises(
+        k3.ConfigError, match=r"the smallest that works here is \d+ \(\d+ MiB\): the process holds"
+    ):
         k3.Model.open(nano, device="cpu", memory="1MiB")
 
 
@@ -136,7 +144,9 @@ def sparse(folder: Path, config: K3Config, shards: int) -> Path:
     """The headers of a checkpoint, layer by layer in its shards, over files that hold nothing."""
     tensors: list[list[tuple[str, str, tuple[int, ...]]]] = [[] for _ in range(shards)]
     for p in parameters(config):
-        small = p.name.endswith(("conv1d.weight", "A_log", "dt_bias", "o_norm.weight", "e_score_correction_bias"))
+        small = p.name.endswith(
+            ("conv1d.weight", "A_log", "dt_bias", "o_norm.weight", "e_score_correction_bias")
+        )
         dtype = "U8" if p.dtypes == ("U8",) else "F32" if small else "BF16"
         place = (shards - 3 if p.layer is None else p.layer) % shards
         tensors[place].append(("language_model." + p.name, dtype, p.shape))
@@ -165,7 +175,9 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_released_model_is_planned_from_its_headers(released: Path) -> None:
     assert sum(f.stat().st_blocks for f in released.iterdir()) * 512 < 200 * MIB
     headers = plan.survey(released)
-    found = {m: plan.plan(headers, m, rates=Rates(2e9, 50e9, 50e9), threads=8) for m in ("8GiB", "64GiB", "256GiB")}
+    found = {
+        m: plan.plan(headers, m, rates=Rates(2e9, 50e9, 50e9), threads=8) for m in ("8GiB", "64GiB", "256GiB")
+    }
     trunk, experts = 111_160_000_000, 25_830_000_000
     for name, one in found.items():
         assert not one["memory"]["mapped"]
@@ -185,7 +197,9 @@ def test_the_released_model_is_planned_from_its_headers(released: Path) -> None:
 
 
 def test_the_command_prints_the_plan(nano: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(nano), "--memory", "1GiB", "--core-rate", "2GB", "--threads", "8", "--json"]) == 0
+    assert (
+        main(["plan", str(nano), "--memory", "1GiB", "--core-rate", "2GB", "--threads", "8", "--json"]) == 0
+    )
     printed = json.loads(capsys.readouterr().out)
     assert printed["seconds"]["cores"] == printed["per_token"]["cores"] / 2e9 and printed["threads"] == 8
     assert main(["plan", str(nano), "--memory", "1MiB"]) == 1

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from session_tools import contents, prompt, run, same, step_all, unchanged
+from device import ON_GPU
+from session_tools import contents, environment, prompt, run, same, step_all, unchanged
 from streaming_tools import opened
 
 import k3session as k3
@@ -151,6 +156,29 @@ def test_a_cancelled_pass_leaves_the_next_one_right(nano: Path) -> None:
         same(contents(s), wanted)
 
 
+@pytest.mark.skipif(not ON_GPU, reason="needs a device: K3_TEST_DEVICE=emulator")
+@pytest.mark.parametrize(
+    "placement",
+    [{"experts": "cpu"}, {"mla": "cpu", "dense": "cpu"}, {"device": "cpu", "kda": "cuda"}],
+    ids=str,
+)
+def test_what_is_not_on_the_gpu_streams(nano: Path, placement: dict[str, str]) -> None:
+    placement = {"device": "cuda"} | placement
+    with k3.Model.open(nano, threads=1, **placement) as model, model.session() as s:
+        s.prefill(prompt(9))
+        wanted = [*step_all(s, prompt(2)), s.logits]
+        with s.verify(prompt(3, seed=1)) as draft:
+            draft.accept(2)
+        state = contents(s)
+    with opened(nano, share=0.3, slots=2, placement=placement) as model, model.session() as s:
+        s.prefill(prompt(9))
+        assert np.stack([*step_all(s, prompt(2)), s.logits]).tobytes() == np.stack(wanted).tobytes()
+        with s.verify(prompt(3, seed=1)) as draft:
+            draft.accept(2)
+        same(contents(s), state)
+        assert s.stats.disk_bytes > 0
+
+
 # ----------------------------------------------------------------------------------------------
 # failing files
 # ----------------------------------------------------------------------------------------------
@@ -159,7 +187,7 @@ def test_a_cancelled_pass_leaves_the_next_one_right(nano: Path) -> None:
 @pytest.mark.parametrize("error", [errno.EIO, 0], ids=["an error", "short"])
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_a_read_that_fails_fails_the_pass_and_nothing_else(nano: Path, error: int, share: float) -> None:
-    """Every read of a pass fails once: the message names it, the session is as it was, and the pass succeeds after it."""
+    """Every read of a pass fails once: the message names it, the session is as it was, and then the pass succeeds."""
     ids = prompt(5)
     with k3.Model.open(nano, device="cpu", threads=1) as model, model.session() as s:
         wanted = step_all(s, ids)
@@ -176,7 +204,7 @@ def test_a_read_that_fails_fails_the_pass_and_nothing_else(nano: Path, error: in
                 except k3.CheckpointError as problem:
                     failed += 1
                     text = str(problem)
-                    assert "model-0000" in text and "layers." in text or "embed_tokens" in text or "lm_head" in text
+                    assert re.search(r"model-0000\d-of.*: .*(layers\.\d|embed_tokens|lm_head)", text), text
                     assert (os.strerror(errno.EIO) in text) == bool(error)
                     assert "expected" in text and "at byte" in text
             if failed and after > 2 * failed + 40:
@@ -206,7 +234,12 @@ def test_a_file_that_is_cut_while_it_is_open(copy: Path) -> None:
         with open(file, "r+b") as out:
             out.truncate(len(whole) // 2)
         for _ in range(2):
-            with unchanged(s), pytest.raises(k3.CheckpointError, match=rf"{file.name}.*{len(whole)}.*found {len(whole) // 2}"):
+            with (
+                unchanged(s),
+                pytest.raises(
+                    k3.CheckpointError, match=rf"{file.name}.*{len(whole)}.*found {len(whole) // 2}"
+                ),
+            ):
                 s.step(int(ids[4]))
         with open(file, "r+b") as out:
             out.write(whole)
@@ -221,7 +254,12 @@ def test_a_file_that_is_written_to_while_it_is_open(copy: Path) -> None:
         s.prefill(prompt(3))
         file = shard(copy)
         os.utime(file, ns=(0, 1))
-        with unchanged(s), pytest.raises(k3.CheckpointError, match=rf"{file.name}: the file has been changed.*time of change"):
+        with (
+            unchanged(s),
+            pytest.raises(
+                k3.CheckpointError, match=rf"{file.name}: the file has been changed.*time of change"
+            ),
+        ):
             s.step(1)
 
 
@@ -249,15 +287,15 @@ def test_a_file_that_changes_in_the_middle_of_a_pass_fails_that_pass(
                 at = contents(s)
                 running = True
                 signal.setitimer(signal.ITIMER_REAL, 0.02)
+                found = ""
                 try:
                     s.prefill(prompt(128))
                 except k3.CheckpointError as problem:
-                    assert "the file has been changed" in str(problem)
-                    running = False
+                    found = str(problem)
+                running = False
+                assert ("the file has been changed" in found) == touched
+                if touched:
                     same(contents(s), at)
-                else:
-                    running = False
-                    assert not touched
             os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
             s.step(1)
     finally:
@@ -337,6 +375,37 @@ def test_the_peak_of_memory_is_within_the_budget(larger: tuple[Path, int]) -> No
     assert digest == wanted and int(peak) <= 1.05 * int(budget)
 
 
+@pytest.mark.soak
+def test_a_checkpoint_with_the_released_widths_at_three_budgets(tmp_path: Path) -> None:
+    """6.3 GB in less than a quarter of it, in a half and in nearly all: the same bits, and no more memory than allowed.
+
+    The bytes a second beside those of direct reads are printed and not judged: another program may have the disk.
+    """
+    folder = synth(tmp_path / "model", "k3-slice")
+    size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    bench = Path(__file__).parent.parent / "benches" / "streaming.py"
+    table = tmp_path / "streaming.csv"
+    budgets = ["mapped", "1400MiB", "3GiB", "5500MiB"]
+    command = [
+        sys.executable,
+        str(bench),
+        str(folder),
+        "--budgets",
+        *budgets,
+        "--rounds",
+        "3",
+        "--csv",
+        str(table),
+    ]
+    subprocess.run(command, env=environment(), check=True)  # ends with 1 where the logits differ
+    with table.open(encoding="utf-8") as file:
+        rows = {row["budget"]: row for row in csv.DictReader(file)}
+    assert int(rows["1400MiB"]["budget_bytes"]) < size / 4
+    for budget in budgets[1:]:
+        assert float(rows[budget]["peak_over_budget"]) <= 1.05, budget
+        assert int(rows[budget]["disk_bytes_per_token"]) > 10**8, budget
+
+
 # ----------------------------------------------------------------------------------------------
 # what it says
 # ----------------------------------------------------------------------------------------------
@@ -400,6 +469,38 @@ def test_chunks_are_larger_where_memory_allows(nano: Path) -> None:
             with pytest.raises(k3.ConfigError, match=f"a number of rows from 1 to {rows}"):
                 s.prefill(ids, chunk=rows + 1)
     assert read[512] < 0.5 * read[128]
+
+
+def test_readers_end_with_the_model(nano: Path) -> None:
+    before = set(os.listdir("/proc/self/task"))
+    files = len(os.listdir("/proc/self/fd"))
+    for direct in (True, False):
+        with opened(nano, slots=2, direct=direct) as model:
+            assert len(set(os.listdir("/proc/self/task")) - before) >= 4
+            with model.session() as s:
+                s.step(1)
+    assert set(os.listdir("/proc/self/task")) <= before
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_model_that_cannot_be_read_at_open_leaves_nothing(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stays is read when the model is opened, and a failure there is an error of the open."""
+    from k3session import streaming
+
+    before, files = set(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def failing(*args: Any) -> Any:
+        made = Streamer(*args)
+        made.fail_after(3, errno.EIO)
+        return made
+
+    Streamer = streaming.Streamer
+    monkeypatch.setattr(streaming, "Streamer", failing)
+    with pytest.raises(k3.CheckpointError, match="Input/output error"), opened(copy, share=1.0):
+        pass
+    assert set(os.listdir("/proc/self/task")) <= before and len(os.listdir("/proc/self/fd")) == files
 
 
 @pytest.fixture

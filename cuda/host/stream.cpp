@@ -10,15 +10,12 @@
 // were the same: so what it has read is what the checkpoint holds.  After a failure nothing is read ahead until a pass
 // has found the files in order again.
 
-#include "stream.h"
+#include "stream_files.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -43,10 +40,11 @@ struct k3_stream {
     k3_slot* slots;
     int32_t* slot_of;                        // [layers * experts], -1 where an expert has none
     double* worth;                           // [layers * experts] log2 of its uses, each halved every half_life passes
+    int64_t* held;                           // [layers] slots that a layer has, and the share that is its own
+    int64_t share;
     k3_load *urgent, *urgent_last;
     k3_failure failure;
-    int64_t total, fail_after;
-    int fail_error;
+    k3_fault fault;
 };
 
 namespace {
@@ -68,182 +66,6 @@ char* reserve(int64_t bytes) {
 }
 void unreserve(char* p, int64_t bytes) {
     if (p) munmap(p, (size_t)(bytes > 0 ? bytes : K3_PAGE));
-}
-
-// ---------------------------------------------------------------------------------------------
-// files
-// ---------------------------------------------------------------------------------------------
-
-int32_t file_of(const k3_file* files, int64_t n, const void* p) {
-    for (int64_t i = 0; i < n; ++i)
-        if ((const char*)p >= files[i].start && (const char*)p < files[i].start + files[i].size) return (int32_t)i;
-    return -1;
-}
-
-void stamp(k3_file* f, const struct stat* st) {
-    f->device = (int64_t)st->st_dev;
-    f->inode = (int64_t)st->st_ino;
-    f->modified = (int64_t)st->st_mtim.tv_sec * 1000000000 + st->st_mtim.tv_nsec;
-    f->changed = (int64_t)st->st_ctim.tv_sec * 1000000000 + st->st_ctim.tv_nsec;
-}
-
-// Whether all files are what they were.  `touched` tells that one was renamed, linked or had its times set: what was
-// read ahead meanwhile is not trusted, but the bytes are the same.
-bool unchanged(k3_stream* s, bool* touched) {
-    *touched = false;
-    for (int64_t i = 0; i < s->set.n_files; ++i) {
-        k3_file *f = s->set.files + i, now;
-        struct stat st;
-        const int bad = fstat(f->fd, &st);
-        if (bad == 0) stamp(&now, &st);
-        if (bad || st.st_size != f->size || now.modified != f->modified || now.inode != f->inode || now.device != f->device) {
-            const k3_failure failure = {bad ? K3_READ : K3_CHANGED, bad ? errno : 0, (int32_t)i, 0, 0, f->size, bad ? 0 : st.st_size};
-            if (s->failure.kind == K3_OK) s->failure = failure;
-            return false;
-        }
-        if (now.changed != f->changed) {
-            f->changed = now.changed;
-            *touched = true;
-        }
-    }
-    return true;
-}
-
-// Reads `need` bytes from `at` on; `to` has room for whole pages.  Leaves nothing in the page cache.
-void read_chunk(k3_stream* s, int32_t file, int64_t at, int64_t need, char* to, k3_failure* failure) {
-    k3_file* f = s->set.files + file;
-    int64_t got = 0;
-    int error = 0;
-    int fd = __atomic_load_n(&f->direct, __ATOMIC_RELAXED);
-    const bool aligned = fd >= 0 && at % K3_PAGE == 0;
-    if (!aligned) fd = f->fd;
-    if (__atomic_load_n(&s->fail_after, __ATOMIC_RELAXED) >= 0 && __atomic_fetch_sub(&s->fail_after, 1, __ATOMIC_RELAXED) == 0) {
-        error = s->fail_error;
-        got = need / 2;
-    } else {
-        while (got < need) {
-            const int64_t want = fd == f->fd ? need - got : up(need - got, K3_PAGE);
-            const ssize_t n = pread(fd, to + got, (size_t)want, (off_t)(at + got));
-            if (n > 0) {
-                got += n;
-                if (fd != f->fd && got % K3_PAGE) fd = f->fd;         // the rest is not aligned any more
-            } else if (n == 0) {
-                break;
-            } else if (errno == EINVAL && fd != f->fd) {               // this file system has no direct reads after all
-                __atomic_store_n(&f->direct, -1, __ATOMIC_RELAXED);
-                fd = f->fd;
-            } else if (errno != EINTR) {
-                error = errno;
-                break;
-            }
-        }
-        if (fd == f->fd) posix_fadvise(f->fd, (off_t)at, (off_t)need, POSIX_FADV_DONTNEED);
-    }
-    __atomic_fetch_add(&s->total, got < need ? got : need, __ATOMIC_RELAXED);
-    if (error || got < need) {
-        const k3_failure found = {error ? K3_READ : K3_SHORT, error, file, 0, at, need, got};
-        *failure = found;
-    }
-}
-
-// ---------------------------------------------------------------------------------------------
-// loads
-// ---------------------------------------------------------------------------------------------
-
-struct Stretch {
-    const char* from;
-    int64_t bytes;
-};
-
-// The parts of a load for stretches of the mapping, packed from `to` on; neighbours in a file become one part.
-// Returns the memory that they take; with `load` NULL that is all it does.
-int64_t lay_out(const k3_file* files, int64_t n_files, Stretch* stretches, int n, char* to, k3_load* load) {
-    for (int i = 1; i < n; ++i)
-        for (int j = i; j > 0 && stretches[j].from < stretches[j - 1].from; --j) {
-            const Stretch t = stretches[j];
-            stretches[j] = stretches[j - 1];
-            stretches[j - 1] = t;
-        }
-    int64_t room = 0;
-    int parts = 0;
-    for (int i = 0; i < n; ++parts) {
-        const int32_t file = file_of(files, n_files, stretches[i].from);
-        const char *from = stretches[i].from, *end = from + stretches[i].bytes;
-        for (++i; i < n && stretches[i].from == end && file_of(files, n_files, end) == file; ++i) end += stretches[i].bytes;
-        const int64_t begin = from - files[file].start, at = begin / K3_PAGE * K3_PAGE;
-        const int64_t need = begin - at + (end - from);
-        if (load) {
-            load->part[parts].file = file;
-            load->part[parts].at = at;
-            load->part[parts].need = need;
-            load->part[parts].to = to + room;
-        }
-        room += up(need, K3_PAGE);
-    }
-    if (load) {
-        load->parts = parts;
-        load->part_at = load->flying = 0;
-        load->cut = 0;
-        load->failure.kind = K3_OK;
-        load->next = nullptr;
-    }
-    return room;
-}
-
-int64_t lay_out_block(const k3_file* files, int64_t n_files, const k3_block* b, char* to, k3_load* load) {
-    // Apart, even where they are neighbours: the second begins where the first one's room ends.
-    int64_t room = 0;
-    int parts = 0;
-    for (int i = 0; i < 2 && b->matrix[i]; ++i, ++parts) {
-        const k3_matrix* m = b->matrix[i];
-        Stretch one = {(const char*)m->data + b->first * m->pitch, b->rows * m->pitch};
-        k3_load part;
-        const int64_t more = lay_out(files, n_files, &one, 1, to + room, &part);
-        if (load) load->part[parts] = part.part[0];
-        room += more;
-    }
-    if (load) {
-        load->parts = parts;
-        load->part_at = load->flying = 0;
-        load->cut = 0;
-        load->failure.kind = K3_OK;
-        load->next = nullptr;
-    }
-    return room;
-}
-
-int64_t matrix_bytes(const k3_matrix* m) { return m->rows * m->pitch; }
-
-int64_t lay_out_expert(const k3_file* files, int64_t n_files, const k3_moe* moe, int64_t e, char* to, k3_load* load) {
-    Stretch s[K3_PARTS];
-    int n = 0;
-    const k3_matrix* w[3] = {moe->w1 + e, moe->w2 + e, moe->w3 + e};
-    for (const k3_matrix* m : w) {
-        s[n].from = (const char*)m->data;
-        s[n++].bytes = matrix_bytes(m);
-        if (m->scale) {
-            s[n].from = (const char*)m->scale;
-            s[n++].bytes = m->rows * (m->cols / 32);
-        }
-    }
-    return lay_out(files, n_files, s, n, to, load);
-}
-
-int64_t bytes_of(const k3_load* load) {
-    int64_t n = 0;
-    for (int i = 0; i < load->parts; ++i) n += load->part[i].need;
-    return n;
-}
-
-// Where a load has what the mapping has at `p`.
-const char* moved(const k3_stream* s, const k3_load* load, const void* p) {
-    const int32_t file = file_of(s->set.files, s->set.n_files, p);
-    const int64_t at = (const char*)p - s->set.files[file].start;
-    for (int i = 0; i < load->parts; ++i) {
-        if (load->part[i].file == file && at >= load->part[i].at && at < load->part[i].at + load->part[i].need)
-            return load->part[i].to + (at - load->part[i].at);
-    }
-    return nullptr;
 }
 
 bool whole_cut(const k3_load* l) { return l->part_at == l->parts; }
@@ -285,7 +107,7 @@ k3_load* admit(k3_stream* s) {
     e->block = s->read_block++;
     e->start = start;
     e->room = b->room;
-    lay_out_block(s->set.files, s->set.n_files, b, s->ring + start, &e->load);
+    k3_lay_out_block(s->set.files, s->set.n_files, b, s->ring + start, &e->load);
     s->free_at = start + b->room;
     ++s->count;
     return &e->load;
@@ -318,7 +140,7 @@ bool read_one(k3_stream* s) {
     ++l->flying;
     k3_failure failure = {};
     pthread_mutex_unlock(&s->lock);
-    read_chunk(s, file, at, need, to, &failure);
+    k3_file_read(s->set.files, file, at, need, to, &s->fault, &failure);
     pthread_mutex_lock(&s->lock);
     --l->flying;
     if (failure.kind != K3_OK) {
@@ -363,7 +185,10 @@ void init_sync(k3_stream* s) {
 }
 
 void free_slot(k3_stream* s, k3_slot* slot) {
-    if (slot->owner >= 0) s->slot_of[slot->owner] = -1;
+    if (slot->owner >= 0) {
+        s->slot_of[slot->owner] = -1;
+        --s->held[slot->owner / s->set.experts];
+    }
     slot->owner = -1;
     slot->pinned = 0;
     slot->load.parts = slot->load.part_at = slot->load.flying = 0;
@@ -412,53 +237,47 @@ void after_fork(k3_stream* s) {
     reset(s, true);
 }
 
-// The slot whose expert is worth least; -1 where all are in use.
-int64_t victim(const k3_stream* s) {
-    int64_t best = -1;
+// The slot whose expert is worth least: in the layer itself once it has its share, else in one that has more than that,
+// else anywhere; -1 where all are in use.  Layers come in turns, so the one whose turn was longest ago, and comes next,
+// would lose its experts to all others otherwise.  benches/expert_cache.py compares such rules.
+int64_t victim(const k3_stream* s, int64_t layer) {
+    int64_t best[3] = {-1, -1, -1};
     for (int64_t i = 0; i < s->set.n_slots; ++i) {
         const k3_slot* slot = s->slots + i;
         if (slot->owner < 0) return i;
         if (slot->pinned || !over(&slot->load)) continue;
-        if (best < 0 || s->worth[slot->owner] < s->worth[s->slots[best].owner]) best = i;
+        const int64_t its = slot->owner / s->set.experts;
+        const int kind = its == layer && s->held[layer] >= s->share ? 0 : s->held[its] > s->share ? 1 : 2;
+        if (best[kind] < 0 || s->worth[slot->owner] < s->worth[s->slots[best[kind]].owner]) best[kind] = i;
     }
-    return best;
+    return best[0] >= 0 ? best[0] : best[1] >= 0 ? best[1] : best[2];
 }
 
 }  // namespace
-
-int64_t k3_block_room(const k3_file* files, int64_t n_files, const k3_block* block) {
-    return lay_out_block(files, n_files, block, nullptr, nullptr);
-}
-
-int64_t k3_slot_room(const k3_file* files, int64_t n_files, const k3_layer* layers, int64_t n_layers, int64_t experts) {
-    int64_t room = 0;
-    for (int64_t i = 0; i < n_layers; ++i) {
-        for (int64_t e = 0; layers[i].is_moe && e < experts; ++e) {
-            const int64_t one = lay_out_expert(files, n_files, &layers[i].moe, e, nullptr, nullptr);
-            room = one > room ? one : room;
-        }
-    }
-    return room;
-}
 
 k3_stream* k3_stream_open(const k3_stream_setup* setup) {
     k3_stream* s = (k3_stream*)calloc(1, sizeof(k3_stream));
     if (!s) return nullptr;
     init_sync(s);
     s->set = *setup;
-    s->fail_after = -1;
+    s->fault.after = -1;
     s->read_pass = 1;
     for (int64_t i = 0; i < setup->n_blocks; ++i)
         if (setup->resident[i]) s->stays_bytes += setup->blocks[i].room;
     const int64_t experts = setup->n_layers * setup->experts;
-    s->slot_room = setup->n_slots ? k3_slot_room(setup->files, setup->n_files, setup->layers, setup->n_layers, setup->experts) : 0;
+    s->slot_room =
+        setup->n_slots ? k3_slot_room(setup->files, setup->n_files, setup->layers, setup->n_layers, setup->experts) : 0;
     s->stays = reserve(s->stays_bytes);
     s->ring = reserve(setup->ring_bytes);
     s->slot_memory = reserve(setup->n_slots * s->slot_room);
     s->slots = (k3_slot*)calloc((size_t)setup->n_slots + 1, sizeof(k3_slot));
     s->slot_of = (int32_t*)malloc((size_t)(experts + 1) * sizeof(int32_t));
     s->worth = (double*)malloc((size_t)(experts + 1) * sizeof(double));
-    if (!s->stays || !s->ring || !s->slot_memory || !s->slots || !s->slot_of || !s->worth) {
+    s->held = (int64_t*)calloc((size_t)setup->n_layers + 1, sizeof(int64_t));
+    int64_t moe = 0;
+    for (int64_t i = 0; i < setup->n_layers; ++i) moe += setup->layers[i].is_moe;
+    s->share = moe ? setup->n_slots / moe : 0;
+    if (!s->stays || !s->ring || !s->slot_memory || !s->slots || !s->slot_of || !s->worth || !s->held) {
         s->set.n_files = 0;                                  // they stay with the caller
         s->set.files = nullptr;
         s->set.blocks = nullptr;
@@ -479,8 +298,7 @@ k3_stream* k3_stream_open(const k3_stream_setup* setup) {
         if (setup->resident[i]) at += setup->blocks[i].room;
     }
     for (int64_t i = 0; i < setup->n_files; ++i) {
-        struct stat st;
-        if (fstat(s->set.files[i].fd, &st) == 0) stamp(s->set.files + i, &st);
+        k3_file_note(s->set.files + i);
     }
     return s;
 }
@@ -505,12 +323,13 @@ void k3_stream_close(k3_stream* s) {
     free(s->slots);
     free(s->slot_of);
     free(s->worth);
+    free(s->held);
     free(s);
 }
 
 int64_t k3_stream_resident(const k3_stream* s) { return s->stays_bytes; }
 int64_t k3_stream_slots(const k3_stream* s) { return s->set.n_slots; }
-int64_t k3_stream_total(k3_stream* s) { return __atomic_load_n(&s->total, __ATOMIC_RELAXED); }
+int64_t k3_stream_total(k3_stream* s) { return __atomic_load_n(&s->fault.total, __ATOMIC_RELAXED); }
 
 const k3_block* k3_stream_blocks(const k3_stream* s, int64_t* n, int64_t* head) {
     *n = s->set.n_blocks;
@@ -532,7 +351,7 @@ int k3_stream_load(k3_stream* s, int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
         const k3_block* b = s->set.blocks + i;
         if (!b->stays) continue;
-        lay_out_block(s->set.files, s->set.n_files, b, b->stays, loads + (i - first));
+        k3_lay_out_block(s->set.files, s->set.n_files, b, b->stays, loads + (i - first));
         push_urgent(s, loads + (i - first));
     }
     pthread_cond_broadcast(&s->work);
@@ -585,7 +404,7 @@ int k3_stream_begin(k3_stream* s, int with_head) {
     bool touched;
     pthread_mutex_lock(&s->lock);
     s->failure.kind = K3_OK;
-    const bool good = unchanged(s, &touched);
+    const bool good = k3_files_unchanged(s->set.files, s->set.n_files, &touched, &s->failure);
     bool stale = !good || touched;
     for (int64_t i = 0; i < s->count; ++i) stale |= s->entries[(s->first + i) % K3_AHEAD].load.failure.kind != K3_OK;
     if (stale) reset(s, false);
@@ -603,7 +422,7 @@ int k3_stream_begin(k3_stream* s, int with_head) {
 int k3_stream_end(k3_stream* s, int complete) {
     bool touched;
     pthread_mutex_lock(&s->lock);
-    const bool good = unchanged(s, &touched);
+    const bool good = k3_files_unchanged(s->set.files, s->set.n_files, &touched, &s->failure);
     if (!complete || !good) reset(s, !good);
     s->busy = 0;
     pthread_cond_signal(&s->turn);
@@ -630,7 +449,7 @@ char* k3_stream_take(k3_stream* s, int64_t block, int64_t* bytes, int64_t* wait_
                 s->failure = e->load.failure;
             } else {
                 found = s->ring + e->start;
-                *bytes += bytes_of(&e->load);
+                *bytes += k3_load_bytes(&e->load);
             }
         } else {
             if (!since) since = now_ns();
@@ -657,7 +476,7 @@ k3_matrix k3_stream_view(k3_stream* s, int64_t block, int which, char* base) {
     for (int i = 0; i <= which; ++i) {
         const k3_matrix* w = b->matrix[i];
         const char* from = (const char*)w->data + b->first * w->pitch;
-        const int64_t offset = (from - s->set.files[file_of(s->set.files, s->set.n_files, from)].start) % K3_PAGE;
+        const int64_t offset = (from - s->set.files[k3_file_of(s->set.files, s->set.n_files, from)].start) % K3_PAGE;
         if (i == which) m.data = base + offset;
         else base += up(offset + b->rows * w->pitch, K3_PAGE);
     }
@@ -667,10 +486,10 @@ k3_matrix k3_stream_view(k3_stream* s, int64_t block, int which, char* base) {
 
 int k3_stream_row(k3_stream* s, const k3_matrix* table, int64_t row, char* buffer, const char** out, int64_t* bytes) {
     const char* from = (const char*)table->data + row * table->pitch;
-    const int32_t file = file_of(s->set.files, s->set.n_files, from);
+    const int32_t file = k3_file_of(s->set.files, s->set.n_files, from);
     const int64_t begin = from - s->set.files[file].start, at = begin / K3_PAGE * K3_PAGE;
     k3_failure failure = {};
-    read_chunk(s, file, at, begin - at + table->pitch, buffer, &failure);
+    k3_file_read(s->set.files, file, at, begin - at + table->pitch, buffer, &s->fault, &failure);
     *out = buffer + (begin - at);
     *bytes += table->pitch;
     if (failure.kind == K3_OK) return 0;
@@ -695,7 +514,7 @@ int64_t k3_stream_ask(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n
     for (int64_t i = 0; i < n && s->failure.kind == K3_OK; ++i) {
         const int64_t owner = layer * s->set.experts + ids[i];
         if (s->slot_of[owner] >= 0) continue;
-        const int64_t v = victim(s);
+        const int64_t v = victim(s, layer);
         if (v < 0) break;
         k3_slot* slot = s->slots + v;
         free_slot(s, slot);
@@ -703,9 +522,10 @@ int64_t k3_stream_ask(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n
         slot->pinned = 1;
         slot->pass = s->pass;
         s->slot_of[owner] = (int32_t)v;
-        lay_out_expert(s->set.files, s->set.n_files, &s->set.layers[layer].moe, ids[i], slot->at, &slot->load);
+        ++s->held[layer];
+        k3_lay_out_expert(s->set.files, s->set.n_files, &s->set.layers[layer].moe, ids[i], slot->at, &slot->load);
         push_urgent(s, &slot->load);
-        *bytes += bytes_of(&slot->load);
+        *bytes += k3_load_bytes(&slot->load);
         ++missing;
     }
     if (missing) pthread_cond_broadcast(&s->work);
@@ -741,8 +561,8 @@ int k3_stream_await(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n, 
         for (int j = 0; j < 3; ++j) {
             k3_matrix* m = table + j * E + e;
             *m = *w[j];
-            m->data = moved(s, &slot->load, w[j]->data);
-            if (m->scale) m->scale = (const uint8_t*)moved(s, &slot->load, w[j]->scale);
+            m->data = k3_load_place(s->set.files, s->set.n_files, &slot->load, w[j]->data);
+            if (m->scale) m->scale = (const uint8_t*)k3_load_place(s->set.files, s->set.n_files, &slot->load, w[j]->scale);
         }
     }
     const int bad = s->failure.kind != K3_OK;
@@ -767,6 +587,6 @@ void k3_stream_unpin_all(k3_stream* s) {
 }
 
 void k3_stream_fail_after(k3_stream* s, int64_t after, int error) {
-    s->fail_error = error;
-    __atomic_store_n(&s->fail_after, after, __ATOMIC_RELEASE);
+    s->fault.error = error;
+    __atomic_store_n(&s->fault.after, after, __ATOMIC_RELEASE);
 }
