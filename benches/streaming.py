@@ -43,9 +43,9 @@ def child(folder: str, budget: str, rounds: int, steps: int, probe: float) -> di
     session = model.session(marks=False)
     digest.update(session.prefill(ids[:PROMPT]).tobytes())
     streamer = model._engine.streamer
+    after_prefill = session.stats
+    disk.append(disk_rate(files, probe) if streamer else 0.0)
     for i in range(rounds):
-        if budget != "mapped":
-            disk.append(disk_rate(files, probe))
         before, waited = (streamer.bytes_read if streamer else 0), session.stats.disk_seconds
         began = time.perf_counter()
         for token in ids[PROMPT + i * steps : PROMPT + (i + 1) * steps].tolist():
@@ -55,7 +55,8 @@ def child(folder: str, budget: str, rounds: int, steps: int, probe: float) -> di
         waits.append((session.stats.disk_seconds - waited) / taken)
         if streamer:
             reads.append((streamer.bytes_read - before) / taken)
-            shares.append(reads[-1] / disk[-1])
+            disk.append(disk_rate(files, probe))
+            shares.append(2 * reads[-1] / (disk[-2] + disk[-1]))
     stats = session.stats
     size = sum(f.stat().st_size for f in files)
     plan = model.memory
@@ -73,12 +74,14 @@ def child(folder: str, budget: str, rounds: int, steps: int, probe: float) -> di
         "seconds_per_token": round(statistics.median(seconds), 4),
         "fastest": round(min(seconds), 4),
         "slowest": round(max(seconds), 4),
-        "disk_bytes_per_token": int(stats.disk_bytes / (1 + rounds * steps)),
+        "disk_bytes_per_token": int((stats.disk_bytes - after_prefill.disk_bytes) / (rounds * steps)),
         "expert_hit_rate": "" if stats.expert_hit_rate is None else round(stats.expert_hit_rate, 3),
         "waited_share": round(statistics.median(waits), 3),
         "stream_bytes_per_second": int(statistics.median(reads)) if reads else 0,
-        "direct_bytes_per_second": int(statistics.median(disk)) if disk else 0,
+        "direct_bytes_per_second": int(statistics.median(disk)),
         "disk_share": round(statistics.median(shares), 3) if shares else "",
+        "disk_share_low": round(min(shares), 3) if shares else "",
+        "disk_share_high": round(max(shares), 3) if shares else "",
         "logits_sha256": digest.hexdigest()[:16],
     }
 
@@ -101,17 +104,45 @@ def run(folder: str, budget: str, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def table(path: str | Path) -> str:
+    """Return the results of a CSV as the table of docs/memory.md."""
+    with open(path, encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    lines = [
+        "| budget | of the checkpoint | peak | s a token (range) | read a token | experts found | share of the disk (range) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        seconds = f"{float(r['seconds_per_token']):.2f} ({float(r['fastest']):.2f} to {float(r['slowest']):.2f})"
+        if r["budget"] == "mapped":
+            peak = f"{int(r['peak_bytes']) / 2**30:.2f} GiB"
+            lines.append(f"| none: mapped, all of it in memory | | {peak} | {seconds} | | | |")
+            continue
+        part = int(r["budget_bytes"]) / int(r["checkpoint_bytes"])
+        hits = f"{float(r['expert_hit_rate']):.0%}" if r["expert_hit_rate"] else ""
+        share, low, high = (float(r[k]) for k in ("disk_share", "disk_share_low", "disk_share_high"))
+        lines.append(
+            f"| {r['budget']} | {part:.0%} | {float(r['peak_over_budget']):.0%} of the budget | {seconds} "
+            f"| {int(r['disk_bytes_per_token']) / 1e9:.2f} GB | {hits} | {share:.0%} ({low:.0%} to {high:.0%}) |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run all budgets, print them, and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder")
     parser.add_argument("--budgets", nargs="+", default=["mapped", "1400MiB", "3GiB", "6GiB"])
-    parser.add_argument("--rounds", type=int, default=5, help="probe of the disk, then steps, so often")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--probe", type=float, default=1.0, help="seconds of direct reads in a round")
+    parser.add_argument("--rounds", type=int, default=9, help="steps between two probes of the disk, so often")
+    parser.add_argument("--steps", type=int, default=1, help="in a round")
+    parser.add_argument("--probe", type=float, default=0.5, help="seconds of direct reads in a probe")
     parser.add_argument("--csv")
+    parser.add_argument("--table", action="store_true", help="print the table of a CSV, given as folder, and run nothing")
     parser.add_argument("--child")
     args = parser.parse_args()
+    if args.table:
+        print(table(args.folder))
+        return
     if args.child:
         print(json.dumps(child(args.folder, args.child, args.rounds, args.steps, args.probe)), flush=True)
         sys.stdin.read()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,9 @@ def test_the_command_line_takes_a_budget(nano: Path, capsys: pytest.CaptureFixtu
     assert main(["info", str(nano), "--memory", "1MiB"]) == 1
     assert "the smallest that works here" in capsys.readouterr().err
     assert os.sysconf("SC_PAGE_SIZE") == budget.PAGE
+
+
+def test_measured_figures_of_the_page_come_from_results() -> None:
+    root = Path(__file__).parent.parent
+    table = runpy.run_path(str(root / "benches" / "streaming.py"))["table"]
+    assert table(root / "benches" / "results" / "streaming.csv") in (root / "docs" / "memory.md").read_text(encoding="utf-8")
