@@ -66,7 +66,8 @@ def disk_rate(
             except OSError:
                 handles[file] = os.open(file, os.O_RDONLY)
         # As streaming has it: large pages, which a direct read hands to the disk in fewer pieces.
-        memory = mmap.mmap(-1, threads * chunk + _LARGE_PAGE)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has no large pages
+        memory = mmap.mmap(-1, threads * chunk + _LARGE_PAGE, flags=private)
         memory.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(memory, np.uint8)
         whole = whole[-whole.ctypes.data % _LARGE_PAGE :]

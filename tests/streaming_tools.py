@@ -37,18 +37,18 @@ def opened(
     def divide(
         total: int, process: int, session: int, need: budget.Need, given: budget.Limits
     ) -> budget.MemoryPlan:
-        largest = max(
+        rooms = [
             budget.room(rows * step.row_bytes, step.parts)
             for step in need.steps
             for _, rows in budget.cut(step, block)
-        )
+        ]
         resident = int(need.trunk * share)
         blocks = sum(len(budget.cut(step, block)) for step in need.steps)
         keep = int((need.trunk + 2 * budget.PAGE * blocks) * share)
         slot = budget.room(need.expert, 6)
         return budget.MemoryPlan(
             budget=total, mapped=False, process=process, session=session, block=block,
-            ring=0 if share >= 1 else int(ring_blocks * largest), slots=slots if need.expert else 0, slot=slot,
+            ring=0 if share >= 1 else int(ring_blocks * max(rooms, default=0)), slots=slots if need.expert else 0, slot=slot,
             resident=keep, streamed=need.trunk - resident, smallest=0,
         )  # fmt: skip
 
