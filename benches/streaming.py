@@ -108,12 +108,15 @@ def table(path: str | Path) -> str:
     """Return the results of a CSV as the table of docs/memory.md."""
     with open(path, encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    lines = [
-        "| budget | of the checkpoint | peak | s a token (range) | read a token | experts found | share of the disk (range) |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    names = (
+        "budget", "of the checkpoint", "peak", "s a token (range)", "read a token", "experts found",
+        "share of the disk (range)",
+    )  # fmt: skip
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for r in rows:
-        seconds = f"{float(r['seconds_per_token']):.2f} ({float(r['fastest']):.2f} to {float(r['slowest']):.2f})"
+        seconds = (
+            f"{float(r['seconds_per_token']):.2f} ({float(r['fastest']):.2f} to {float(r['slowest']):.2f})"
+        )
         if r["budget"] == "mapped":
             peak = f"{int(r['peak_bytes']) / 2**30:.2f} GiB"
             lines.append(f"| none: mapped, all of it in memory | | {peak} | {seconds} | | | |")
@@ -133,11 +136,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder")
     parser.add_argument("--budgets", nargs="+", default=["mapped", "1400MiB", "3GiB", "6GiB"])
-    parser.add_argument("--rounds", type=int, default=9, help="steps between two probes of the disk, so often")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="steps between two probes of the disk, so often"
+    )
     parser.add_argument("--steps", type=int, default=1, help="in a round")
     parser.add_argument("--probe", type=float, default=0.5, help="seconds of direct reads in a probe")
     parser.add_argument("--csv")
-    parser.add_argument("--table", action="store_true", help="print the table of a CSV, given as folder, and run nothing")
+    parser.add_argument("--table", action="store_true", help="print the table of a CSV, given as DIR")
     parser.add_argument("--child")
     args = parser.parse_args()
     if args.table:

@@ -147,9 +147,9 @@ def plan(
 
     Examples
     --------
-    >>> import k3session as k3
+    >>> from k3session.model import DEFAULT_MODEL
     >>> from k3session.plan import plan
-    >>> plan(k3.DEFAULT_MODEL, "1GiB")["memory"]["mapped"]
+    >>> plan(DEFAULT_MODEL, "1GiB")["memory"]["mapped"]
     True
     """
     total = budget.read_memory(memory)
@@ -210,8 +210,8 @@ def _advice(limit: str, seconds: dict[str, float], divided: budget.MemoryPlan, d
             )
         saved = more / rate
         return (
-            f"The disk is the limit: {more / gib:.1f} GiB more memory would save {saved:.2g} s of {seconds['disk']:.2g} "
-            f"a token, and a disk twice as fast {min(seconds['disk'] / 2, seconds['disk'] - other):.2g} s."
+            f"The disk is the limit: {more / gib:.1f} GiB more memory would save {saved:.2g} s of "
+            f"{seconds['disk']:.2g} a token, and a disk twice as fast {min(seconds['disk'] / 2, seconds['disk'] - other):.2g} s."
         )
     if limit == "memory":
         return "Memory bandwidth is the limit: no faster disk and no larger budget helps; more memory channels do."

@@ -48,7 +48,8 @@ def opened(
         slot = budget.room(need.expert, 6)
         return budget.MemoryPlan(
             budget=total, mapped=False, process=process, session=session, block=block,
-            ring=0 if share >= 1 else int(ring_blocks * max(rooms, default=0)), slots=slots if need.expert else 0, slot=slot,
+            ring=0 if share >= 1 else int(ring_blocks * max(rooms, default=0)),
+            slots=slots if need.expert else 0, slot=slot,
             resident=keep, streamed=need.trunk - resident, smallest=0,
         )  # fmt: skip
 
