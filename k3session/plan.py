@@ -209,9 +209,10 @@ def _advice(limit: str, seconds: dict[str, float], divided: budget.MemoryPlan, d
                 f"up to {seconds['disk'] / max(other, 1e-9):.1f} times."
             )
         saved = more / rate
+        faster = min(seconds["disk"] / 2, seconds["disk"] - other)
         return (
             f"The disk is the limit: {more / gib:.1f} GiB more memory would save {saved:.2g} s of "
-            f"{seconds['disk']:.2g} a token, and a disk twice as fast {min(seconds['disk'] / 2, seconds['disk'] - other):.2g} s."
+            f"{seconds['disk']:.2g} a token, and a disk twice as fast {faster:.2g} s."
         )
     if limit == "memory":
         return "Memory bandwidth is the limit: no faster disk and no larger budget helps; more memory channels do."
