@@ -21,7 +21,16 @@ __all__ = ["Counts", "LastSave", "Stats", "collect"]
 class Counts:
     """Passes by their number of rows; one owner writes, anybody reads."""
 
-    __slots__ = ("aside", "components", "expert_reads", "passes", "prefilled", "seconds", "stepped", "streamed")
+    __slots__ = (
+        "aside",
+        "components",
+        "expert_reads",
+        "passes",
+        "prefilled",
+        "seconds",
+        "stepped",
+        "streamed",
+    )
 
     def __init__(self) -> None:
         self.stepped = self.prefilled = self.aside = 0

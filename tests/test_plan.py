@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from k3session.layout import parameters
 from k3session.presets import PRESETS
 from k3session.rates import Rates, disk_rate
 from k3session.safetensors_io import plan as lay_out
+from k3session.synth import synth
 
 MIB = 1 << 20
 
@@ -167,23 +169,20 @@ def sparse(folder: Path, config: K3Config, shards: int) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The layout of the released model: 96 files, half a million tensors, 1.56 TB that are not there."""
-    return sparse(tmp_path_factory.mktemp("released") / "K3", PRESETS["k3"], 96)
-
-
-def test_the_released_model_is_planned_from_its_headers(released: Path) -> None:
+@pytest.mark.parametrize("experts", [28, pytest.param(896, marks=pytest.mark.soak)])
+def test_the_released_model_is_planned_from_its_headers(tmp_path: Path, experts: int) -> None:
+    """Its 96 files and widths, over files that hold nothing; with all its experts, half a million tensors and 1.56 TB."""
+    released = sparse(tmp_path / "K3", replace(PRESETS["k3"], num_experts=experts), 96)
     assert sum(f.stat().st_blocks for f in released.iterdir()) * 512 < 200 * MIB
     headers = plan.survey(released)
-    found = {
-        m: plan.plan(headers, m, rates=Rates(2e9, 50e9, 50e9), threads=8) for m in ("8GiB", "64GiB", "256GiB")
-    }
-    trunk, experts = 111_160_000_000, 25_830_000_000
+    rates = Rates(2e9, 50e9, 50e9)
+    found = {m: plan.plan(headers, m, rates=rates, threads=8) for m in ("8GiB", "64GiB", "136GiB")}
+    # Published sums, with the router's rows of the experts that are left out taken off.
+    trunk, chosen = 111_160_000_000 - 92 * (896 - experts) * 7168 * 2, 25_830_000_000
     for name, one in found.items():
         assert not one["memory"]["mapped"]
-        assert abs(one["per_token"]["cores"] / (trunk + experts) - 1) < 0.001, name
-        read = one["memory"]["streamed"] + experts * (1 - one["expert_hit_rate"])
+        assert abs(one["per_token"]["cores"] / (trunk + chosen) - 1) < 0.001, name
+        read = one["memory"]["streamed"] + chosen * (1 - one["expert_hit_rate"])
         assert abs(one["per_token"]["disk"] / read - 1) < 0.01
         assert one["seconds"]["disk"] == one["per_token"]["disk"] / 2e9
         assert one["seconds"]["token"] == max(one["seconds"][k] for k in ("disk", "memory", "cores"))
@@ -191,7 +190,7 @@ def test_the_released_model_is_planned_from_its_headers(released: Path) -> None:
     small, middle, large = found.values()
     assert 0.93 * trunk < small["memory"]["streamed"] < trunk
     assert 0.4 * trunk < middle["memory"]["streamed"] < 0.6 * trunk
-    assert large["memory"]["streamed"] == 0 and large["memory"]["slots"] > 5000
+    assert large["memory"]["streamed"] == 0 and large["memory"]["slots"] > 500
     assert "more memory would save" in middle["advice"] and "faster disk helps most" in large["advice"]
     with pytest.raises(k3.ConfigError, match="the smallest that works here is"):
         plan.plan(headers, "1GiB")
@@ -224,10 +223,6 @@ def test_a_plan_is_what_opening_does(tmp_path: Path, nano: Path) -> None:
 
 
 def test_tied_heads_are_read_as_a_part_of_the_trunk(tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from k3session.synth import synth
-
     folder = synth(tmp_path / "tied", replace(PRESETS["nano"], tie_word_embeddings=True))
     with k3.Model.open(folder, device="cpu", threads=1) as model, model.session() as s:
         wanted = s.prefill([1, 2, 3]).tobytes()

@@ -30,7 +30,9 @@ def test_every_test_that_is_named_exists() -> None:
 
 def test_every_item_has_a_test_or_waits() -> None:
     rows = re.findall(
-        r"^\| ([NLSEA]\d\d(?:, [NLSEA]\d\d)*) \|([^|]+)\|([^|]*)\|([^|]*)\|$", README.read_text(), re.MULTILINE
+        r"^\| ([NLSEA]\d\d(?:, [NLSEA]\d\d)*) \|([^|]+)\|([^|]*)\|([^|]*)\|$",
+        README.read_text(),
+        re.MULTILINE,
     )
     items = [item for row in rows for item in row[0].split(", ")]
     assert len(items) == len(set(items)) == 66
