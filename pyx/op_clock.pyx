@@ -8,16 +8,19 @@ on a GPU it is not, and a clock is refused.
 
 cimport cython
 
-from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from k3session._core.c_ops cimport (
-    K3_BF16,
+    K3_COMPACT,
     K3_F32,
     K3_MXFP4,
+    K3_Q8,
     k3_dims,
+    k3_exception,
+    k3_exceptions,
     k3_kda,
     k3_layer,
     k3_linear_job,
@@ -28,7 +31,7 @@ from k3session._core.c_ops cimport (
     k3_pass,
 )
 from k3session._core.decoder cimport Scratch
-from k3session._core.ops cimport CpuOps, Ops
+from k3session._core.ops cimport Ops
 from k3session._core.weights cimport Weights
 
 from k3session.errors import K3Error
@@ -91,10 +94,17 @@ cdef Entry* note(Clock* c, int64_t op, int64_t key, int64_t rows, int64_t began)
 
 
 cdef int64_t nbytes(const k3_matrix* w) noexcept nogil:
-    """Bytes of a matrix, its scales included."""
-    if w.data == NULL:
-        return 0
-    return w.rows * w.pitch + (w.rows * (w.cols // 32) if w.scale != NULL else 0)
+    """Bytes of a matrix, its scales or exceptions included."""
+    cdef int64_t groups = (w.cols + 31) // 32, beside = 0
+    cdef const k3_exceptions* others
+    if w.scale != NULL and w.dtype == K3_MXFP4:
+        beside = w.rows * groups
+    elif w.scale != NULL and w.dtype == K3_Q8:
+        beside = w.rows * groups * 2
+    elif w.scale != NULL and w.dtype == K3_COMPACT:
+        others = <const k3_exceptions*>w.scale
+        beside = (w.rows + 1) * sizeof(uint32_t) + others.first[w.rows] * <int64_t>sizeof(k3_exception)
+    return w.rows * w.pitch + beside
 
 
 cdef void matrix(Entry* e, const k3_matrix* w, int64_t rows) noexcept nogil:

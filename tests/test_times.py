@@ -191,3 +191,14 @@ def test_leaving_the_block_waits_for_a_pass_of_another_thread(cpu: k3.Model) -> 
         thread.join()
         assert s.position == len(ids) and s._times is None
         assert sum(op.rows for op in times.ops if op.op == "embed") == len(ids)
+
+
+@pytest.mark.parametrize("weights", ["compact", "q8"])
+def test_recoded_matrices_are_counted_at_their_own_size(nano: Path, weights: str) -> None:
+    """The bytes of a step as the model states them, which are fewer than those of the checkpoint."""
+    with k3.Model.open(nano, device="cpu", threads=1, weights=weights) as model, model.session() as s:
+        stated = model._weights.step_bytes()
+        with s.timed() as times:
+            s.step(1)
+    found = sum(op.weight_bytes for op in times.ops if op.op not in ("embed", "experts"))
+    assert abs(found - stated["trunk"]) <= 0.01 * stated["trunk"]

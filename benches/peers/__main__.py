@@ -155,6 +155,7 @@ def main() -> int:
     print(f"\n{name}, {date}" + ("" if same else "\nVOID: the runtimes do not compute the same model"))
     report.print_rates(lab.samples)
     report.print_ratios(lab.samples)
+    report.print_rest(lab.samples)
     quality.show(lab)
     tables = show_ops(lab, facts, date)
     report.print_goals(reached)

@@ -10,12 +10,14 @@ import sys
 from typing import Any
 
 import numpy as np
-from lab import GOLDEN, Lab, a_busy_core
-from worker import HERE, ROOT, Worker
+from lab import Lab, a_busy_core
+from worker import HERE, ROOT, Worker, random_ids
 
 K3_WAYS = ["k3 stored", "k3 compact", "k3 q8"]
 LLAMA_WAYS = ["llama.cpp BF16", "llama.cpp Q8_0"]
 Workers = dict[str, Worker]
+#: Of the largest logit, between float32 runtimes; measured: 4e-6 (mlx-lm), 2e-4 (llama.cpp, F16 cache).
+F32_BOUND = 2e-3
 
 
 def take(lab: Lab, case: str, label: str, threads: int, number: int, worker: Worker, **how: Any) -> None:
@@ -141,21 +143,20 @@ def first_token(lab: Lab, labels: list[str], threads: int, *, rounds: int, secon
 
 
 def agreement(lab: Lab) -> bool:
-    """Compare the logits of each runtime with ours; False where a comparison of speed would be void.
+    """Compare the logits of each runtime with ours on `tiny`; False where a comparison of speed would be void.
 
-    On the golden checkpoint of the tests, whose tokens leave no expert near a tie, where rounding of float32 would
-    choose another one.  With float32 weights the runtimes must agree up to rounding, so that it is the same model; how
-    far BF16 activations and 8-bit weights move the logits is stated beside it.
+    With float32 weights the runtimes must agree up to rounding and a latent cache of 16 bits: it is the same model.
+    How far BF16 activations and 8-bit weights move the logits is stated beside it: on a random model they choose other
+    experts now and then, so that the median says more than the worst row.
     """
-    ids = json.loads((GOLDEN / "tokens.json").read_text(encoding="utf-8"))["tokens"]
-    ways = [*K3_WAYS, "llama.cpp F32", *LLAMA_WAYS, "mlx-lm F32", "mlx-lm"]
-    good, rows = True, {}
-    for label in ways:
-        with lab.workers([label], "golden", 1) as workers:
+    steps, good = 24, True
+    rows = {}
+    for label in [*K3_WAYS, "llama.cpp F32", *LLAMA_WAYS, "mlx-lm F32", "mlx-lm"]:
+        with lab.workers([label], "tiny", 1) as workers:
             for worker in workers.values():
                 file = lab.folder / "logits.npy"
                 try:
-                    worker.ask("logits", ids=ids, to=str(file))
+                    worker.ask("logits", ids=random_ids(1024, steps).tolist(), to=str(file))
                 except RuntimeError as problem:
                     lab.skip(label, str(problem))
                     continue
@@ -164,19 +165,17 @@ def agreement(lab: Lab) -> bool:
     ours = rows.pop("k3 stored")
     for label, theirs in rows.items():
         error = float(np.abs(theirs - ours).max() / np.abs(ours).max())
-        cosine = float(
-            ((theirs * ours).sum(1) / np.linalg.norm(theirs, axis=1) / np.linalg.norm(ours, axis=1)).min()
-        )
-        same = float((theirs.argmax(1) == ours.argmax(1)).mean())
-        lab.samples.add("agreement", label, 1, 0, error=(error, "of the largest logit"), cosine=(cosine, "lowest"),
-                        argmax=(same, "of the rows"))  # fmt: skip
+        cosines = (theirs * ours).sum(1) / np.linalg.norm(theirs, axis=1) / np.linalg.norm(ours, axis=1)
+        cosine, same = float(np.median(cosines)), float((theirs.argmax(1) == ours.argmax(1)).mean())
+        lab.samples.add("agreement tiny", label, 1, 0, error=(error, "of the largest logit"),
+                        cosine=(cosine, "median"), argmax=(same, "of the rows"))  # fmt: skip
         if label == "k3 compact":
             fine, bound = bool((theirs == ours).all()), "the same bits"
         elif label.endswith("F32"):
-            fine, bound = error < 5e-3, "an error below 5e-3"
+            fine, bound = error < F32_BOUND, f"an error below {F32_BOUND}"
         else:  # activations or weights of fewer bits: its own precision, which is stated and no reason to stop
             fine, bound = True, ""
         good &= fine
-        lab.say(f"agreement with k3session: {label}: largest error {error:.1e}, lowest cosine {cosine:.5f}, the same "
+        lab.say(f"logits against k3session: {label}: largest error {error:.1e}, median cosine {cosine:.5f}, the same "
                 f"token in {same:.0%}: {'as expected' if fine else f'VOID, expected {bound}'}")  # fmt: skip
     return good

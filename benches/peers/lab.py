@@ -14,13 +14,12 @@ from typing import Any
 
 from runners import installed
 from samples import Samples
-from worker import ROOT, Worker
+from worker import Worker
 
 from k3session.checkpoint import Checkpoint
 from k3session.presets import PRESETS
 from k3session.synth import synth
 
-GOLDEN = ROOT / "tests" / "golden" / "tiny_k3"
 #: Every way to run a model: label -> what the worker opens.
 WAYS: dict[str, dict[str, str]] = {
     "k3 stored": {"runtime": "k3session", "weights": "stored"},
@@ -52,10 +51,10 @@ class Lab:
         print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
 
     def skip(self, label: str, why: str) -> None:
-        """Say once that a label takes no part."""
-        if self.samples.skipped.get(label) != why:
+        """Say once that a label takes no part, and why."""
+        if label not in self.samples.skipped:
             self.say(f"skipped: {label}: {why}")
-        self.samples.skipped[label] = why
+            self.samples.skipped[label] = why
 
     def rounds(self, most: int, seconds: float, what: str) -> Iterator[int]:
         """Numbers of rounds: up to `most`, and from the third on only while the case is within its seconds."""
@@ -70,9 +69,7 @@ class Lab:
     # models ----------------------------------------------------------------------------------
 
     def model(self, name: str) -> Path:
-        """The checkpoint folder of a preset, made where there is none; or "golden", the small one of the tests."""
-        if name == "golden":
-            return GOLDEN
+        """The checkpoint folder of a preset, made where there is none."""
         folder = self._models.get(name, self.folder / name)
         if not (folder / "config.json").exists():
             self.say(f"making the checkpoint {name} in {folder}")

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lab import GOLDEN, WAYS, Lab
+from lab import WAYS, Lab
 from runners import K3, Refused
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden" / "tiny_k3"
 TEXT = ROOT / "tests" / "golden" / "shakespeare" / "heldout_macbeth.txt"
 BYTES = 8_000
 CASE = "exactness"

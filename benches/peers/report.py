@@ -29,6 +29,20 @@ def print_rates(samples: Samples) -> None:
         print(f"{case:18} {label:18} {threads:7} {figure.median:9.4g} {spread:>17} {kind:>13}")
 
 
+def print_rest(samples: Samples) -> None:
+    """Times, sizes and errors: everything that is no rate."""
+    print(f"\n{'times and sizes':18} {'':18} {'threads':>7}")
+    shown = dict.fromkeys(
+        (r["case"], r["label"], r["threads"], r["quantity"], r["unit"])
+        for r in samples.rows
+        if r["quantity"] not in ("rate", "bandwidth", "share") and r["case"] != "exactness"
+    )
+    for case, label, threads, quantity, unit in shown:
+        figure = samples.figure(case, label, threads, quantity)
+        assert figure is not None
+        print(f"{case:18} {label:18} {threads:7}  {quantity:10} {figure.median:10.4g} {unit}")
+
+
 def print_ratios(samples: Samples) -> None:
     """Every way of ours over every way of llama.cpp, round by round."""
     print(f"\n{'ratios':18} {'':40} {'threads':>7} {'median':>8} {'middle half':>15}")

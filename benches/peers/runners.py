@@ -71,13 +71,13 @@ class K3(Runner):
     def __init__(self, path: str, threads: int, weights: str = "stored", precision: str = "exact") -> None:
         import k3session as k3
 
-        options: dict[str, Any] = {"device": "cpu", "threads": threads}
+        options: dict[str, Any] = {}
         if weights != "stored":
             options["weights"] = weights
         if precision != "exact":
             options["prefill_precision"] = precision
         try:
-            self.model = k3.Model.open(path, **options)
+            self.model = k3.Model.open(path, device="cpu", threads=threads, **options)
         except (TypeError, k3.ConfigError) as problem:
             raise Refused(f"Model.open refuses {options}: {problem}") from None
         self.session: Any = None

@@ -12,6 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ class Worker:
 
     def __init__(self, what: dict[str, Any], threads: int) -> None:
         paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - until close
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "worker.py"), json.dumps(what), str(threads)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         )  # fmt: skip
         self.refused: str | None = None
@@ -56,10 +58,11 @@ class Worker:
         line = self._process.stdout.readline()
         if line:
             return dict(json.loads(line))
-        assert self._process.stderr is not None
-        said = self._process.stderr.read().strip().splitlines()
+        self._process.wait()
+        self._said.seek(0)
+        said = self._said.read().strip().splitlines()
         return {
-            "error": f"the process ended with {self._process.wait()}: {said[-1] if said else 'it said nothing'}"
+            "error": f"the process ended with {self._process.returncode}: {said[-1] if said else 'it said nothing'}"
         }
 
     def close(self) -> None:
@@ -71,9 +74,9 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._said.close()
 
 
 # ---------------------------------------------------------------- on its own side
