@@ -283,6 +283,10 @@ def test_the_first_example_of_the_package_runs() -> None:
 
 
 @in_tree
-def test_figures_of_the_readme_come_from_results() -> None:
-    table = runpy.run_path(str(ROOT / "benches" / "figures.py"))["table"]()
-    assert table in read("README.md")
+def test_figures_of_the_pages_come_from_results() -> None:
+    figures = runpy.run_path(str(ROOT / "benches" / "figures.py"))
+    for page, tables in figures["PAGES"].items():
+        text = read(page)
+        assert set(re.findall(r"<!-- figures: (\w+) -->", text)) == set(tables)
+        for name, make in tables.items():
+            assert figures["block"](name, make()) in text, f"{page}, {name}: run benches/figures.py --write"

@@ -13,6 +13,7 @@ About 15 minutes on two cores that do nothing else, 3 with ``--quick``.  Results
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -51,6 +52,7 @@ def arguments() -> argparse.Namespace:
 def measure_machine(lab: Lab, model: Path | None) -> dict[str, object]:
     """What the machine is and can do."""
     facts: dict[str, object] = {**identity(), "python": sys.version.split()[0]}
+    facts["load before"] = round(os.getloadavg()[0], 2)
     for package in ("k3session", "llama_cpp_python", "gguf", "mlx", "mlx-lm"):
         try:
             facts[package] = version(package)
