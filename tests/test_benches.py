@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ if not BENCHES.is_dir():
 sys.path += [str(BENCHES), str(BENCHES / "peers")]
 
 import blocks  # noqa: E402
+import first_token  # noqa: E402
 import goals  # noqa: E402
 import history  # noqa: E402
 import roofline  # noqa: E402
 from machine_id import identity  # noqa: E402
 from samples import Figure, Samples  # noqa: E402
+from worker import Worker  # noqa: E402
+
+import k3session as k3  # noqa: E402
 
 # ---------------------------------------------------------------- the history of `make bench`
 
@@ -200,3 +205,62 @@ def test_a_roofline_file_has_a_row_for_each_op(tmp_path: Path) -> None:
         "0.5",
         "0.5",
     )
+
+
+# ---------------------------------------------------------------- the measurements themselves, on a small model
+
+
+@pytest.fixture(scope="module")
+def small_worker(nano: Path) -> Iterator[Worker]:
+    worker = Worker({"runtime": "k3session", "path": str(nano)}, 1)
+    assert worker.refused is None
+    yield worker
+    worker.close()
+
+
+def test_every_measurement_of_a_model_runs(small_worker: Worker) -> None:
+    """What a worker is asked for in a long run, here in a second: each answers, with numbers that can be."""
+    found = small_worker.ask("decode", steps=2)
+    assert found["seconds"] > 0 and found["bandwidth"] > 0 and found["bytes"] > 0
+    assert small_worker.ask("prefill", n=20)["tokens"] == 20
+    found = small_worker.ask("context", tokens=500, steps=1)
+    latent = small_worker.ask("describe")["latent_per_token"]
+    assert found["bytes"] == (500 - 32) * latent and found["far"] > 0
+    found = small_worker.ask("snapshots", tokens=100)
+    assert all(found[n] > 0 < found[f"{n}_copy"] for n in ("snapshot", "restore", "save", "load"))
+    assert small_worker.ask("memory")["resident"] > 0
+    found = small_worker.ask("ops", steps=2)
+    components = {row[0] for row in found["rows"]}
+    assert components == {"attn_res", "kda", "mla", "dense", "experts", "lm_head"}
+    assert sum(row[4] for row in found["rows"]) < found["seconds"], (
+        "ops take no longer than the step they are in"
+    )
+
+
+def test_logits_of_a_worker_are_those_of_the_model(small_worker: Worker, nano: Path, tmp_path: Path) -> None:
+    small_worker.ask("logits", ids=[3, 1, 4], to=str(tmp_path / "logits.npy"))
+    with k3.Model.open(nano, device="cpu", threads=1) as model, model.session() as s:
+        expected = np.stack([s.step(t) for t in (3, 1, 4)])
+    assert np.array_equal(np.load(tmp_path / "logits.npy"), expected)
+
+
+def test_a_measurement_that_fails_is_told_and_the_next_one_is_made(small_worker: Worker) -> None:
+    with pytest.raises(RuntimeError, match="InvalidTokenError"):
+        small_worker.ask("logits", ids=[100_000], to="nowhere")
+    assert small_worker.ask("prefill", n=4)["seconds"] > 0
+
+
+def test_what_a_build_does_not_have_is_a_sentence(nano: Path, tmp_path: Path) -> None:
+    refused = Worker({"runtime": "k3session", "path": str(nano), "weights": "nonsense"}, 1).refused
+    assert refused is not None and "weights" in refused and "nonsense" in refused
+    refused = Worker({"runtime": "k3session", "path": str(tmp_path / "nothing")}, 1).refused
+    assert refused is not None and "CheckpointError" in refused
+
+
+def test_a_first_token_is_held_against_reading_the_same_bytes(nano: Path) -> None:
+    ranges = first_token.touched(str(nano))
+    with k3.Model.open(nano, device="cpu", threads=1) as model:
+        stated = model._weights.step_bytes()
+    matrices = sum(n for _, _, n in ranges)
+    assert stated["trunk"] + stated["experts"] <= matrices < 1.2 * (stated["trunk"] + stated["experts"])
+    assert first_token.read(ranges, 1) > 0
