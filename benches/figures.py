@@ -21,6 +21,7 @@ Rows = list[dict[str, str]]
 #: What is in a row of the table of rates: the case, and how it is called.
 CASES = {
     "decode mid": "`mid`: decode",
+    "decode mid and mlx-lm": "`mid`: decode, beside mlx-lm",
     "prefill 128 mid": "`mid`: prefill of 128",
     "prefill 512 mid": "`mid`: prefill of 512",
     "decode tiny": "`tiny`: decode",

@@ -74,16 +74,10 @@ def measure_mid(lab: Lab) -> None:
     quick = lab.quick
     for threads in dict.fromkeys((1, lab.all_threads)):
         every = threads == lab.all_threads
-        ways = [*cases.K3_WAYS, *cases.LLAMA_WAYS, *(["mlx-lm"] if every and not quick else [])]
-        with lab.workers(ways, "mid", threads) as workers:
-            fast = {label: w for label, w in workers.items() if label != "mlx-lm"}
+        with lab.workers([*cases.K3_WAYS, *cases.LLAMA_WAYS], "mid", threads) as fast:
             cases.decode(
                 lab, "mid", fast, threads, rounds=4 if quick else 11, seconds=15 if quick else 75, steps=3
             )
-            if "mlx-lm" in workers:
-                cases.decode(
-                    lab, "mid", {"mlx-lm": workers["mlx-lm"]}, threads, rounds=3, seconds=20, steps=2
-                )
             two = {label: w for label, w in fast.items() if label in ("k3 stored", "llama.cpp BF16")}
             if every:
                 cases.busy(lab, two, threads, rounds=3 if quick else 7, seconds=10 if quick else 40)
@@ -100,6 +94,21 @@ def measure_mid(lab: Lab) -> None:
                     )
                     if every and not quick:
                         cases.prefill(lab, "mid", {**two, **more}, threads, 512, rounds=3, seconds=120)
+        if every and not quick:
+            # It takes seconds for a token and has all weights in memory of its own: apart from the others.
+            with lab.workers(["k3 stored", "mlx-lm"], "mid", threads) as slow:
+                if "mlx-lm" in slow:
+                    cases.decode(
+                        lab,
+                        "mid",
+                        slow,
+                        threads,
+                        rounds=3,
+                        seconds=20,
+                        steps=2,
+                        context=2,
+                        beside=" and mlx-lm",
+                    )
         if every:
             # Memory that a long context takes belongs to no other measurement: a process of its own.
             with lab.workers(["k3 stored"], "mid", threads) as alone:

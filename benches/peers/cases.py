@@ -32,12 +32,21 @@ def take(lab: Lab, case: str, label: str, threads: int, number: int, worker: Wor
 
 
 def decode(
-    lab: Lab, model: str, workers: Workers, threads: int, *, rounds: int, seconds: float, steps: int
+    lab: Lab,
+    model: str,
+    workers: Workers,
+    threads: int,
+    *,
+    rounds: int,
+    seconds: float,
+    steps: int,
+    context: int = 32,
+    beside: str = "",
 ) -> None:
-    """Single tokens at a short context."""
-    case = f"decode {model}"
+    """Single tokens at a short context; `beside` tells a second comparison of the same model apart."""
+    case = f"decode {model}{beside}"
     for worker in workers.values():
-        worker.ask("decode", steps=1, fresh=True)  # weights in memory, page tables filled
+        worker.ask("decode", steps=1, context=context, fresh=True)  # weights in memory, page tables filled
     for i in lab.rounds(rounds, seconds, f"{case}, {threads} thread(s)"):
         for label, worker in lab.turns(workers, i):
             take(lab, case, label, threads, i, worker, steps=steps)

@@ -11,7 +11,14 @@ from goals import Line
 from samples import Figure, Samples
 
 GOAL_COLUMNS = ("what", "goal", "reached", "spread", "verdict")
-RATES = ("decode mid", "prefill 128 mid", "prefill 512 mid", "decode tiny", "prefill 512 tiny")
+RATES = (
+    "decode mid",
+    "decode mid and mlx-lm",
+    "prefill 128 mid",
+    "prefill 512 mid",
+    "decode tiny",
+    "prefill 512 tiny",
+)
 
 
 def print_rates(samples: Samples) -> None:
