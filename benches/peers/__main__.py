@@ -30,7 +30,7 @@ import quality  # noqa: E402
 import report  # noqa: E402
 import roofline  # noqa: E402
 from goals import lines  # noqa: E402
-from lab import Lab  # noqa: E402
+from lab import CASES, Lab  # noqa: E402
 from machine_id import identity  # noqa: E402
 
 
@@ -43,9 +43,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mid", type=Path, metavar="DIR", help="a checkpoint of the mid preset that is there already"
     )
-    parser.add_argument("--results", type=Path, default=ROOT / "benches" / "results", metavar="DIR",
-                        help="where the results go (default: benches/results)")  # fmt: skip
-    parser.add_argument("--only", choices=("tiny", "mid"), help="one of the two models")
+    parser.add_argument("--results", type=Path, metavar="DIR",
+                        help="where the results go (default: benches/results; of a part, the folder)")  # fmt: skip
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        metavar="CASE",
+        help=f"a part of it: some of {', '.join(CASES)}",
+    )
+    parser.add_argument("--only", choices=("tiny", "mid"), help="a part of it: one of the two models")
     return parser.parse_args()
 
 
@@ -59,12 +66,14 @@ def measure_machine(lab: Lab, model: Path | None) -> dict[str, object]:
         except PackageNotFoundError:
             continue
     lab.say(", ".join(f"{k} {v}" for k, v in facts.items()))
-    if model is not None:
+    if model is not None and lab.wants("machine"):
         shard = max(model.glob("*.safetensors"), key=lambda p: p.stat().st_size)
         for name, rate in machine.read_rates(shard, 3 if lab.quick else 7).items():
             facts[f"{name}, GB/s"] = round(rate["median"] / 1e9, 1)
-    facts |= {f"peak {name}, one core, G/s": round(rate / 1e9) for name, rate in machine.peaks().items()}
-    facts |= {f"{name}, GB/s": round(rate / 1e9, 2) for name, rate in machine.disk(lab.folder).items()}
+    if lab.wants("machine") or lab.wants("ops"):
+        facts |= {f"peak {name}, one core, G/s": round(rate / 1e9) for name, rate in machine.peaks().items()}
+    if lab.wants("machine"):
+        facts |= {f"{name}, GB/s": round(rate / 1e9, 2) for name, rate in machine.disk(lab.folder).items()}
     lab.say("the machine: " + "; ".join(f"{k}: {v}" for k, v in facts.items() if "/s" in k))
     return facts
 
@@ -85,7 +94,7 @@ def measure_mid(lab: Lab) -> None:
             for label in cases.K3_WAYS if every or not quick else ():
                 if label in fast:
                     cases.ops(lab, "mid", label, fast[label], threads, rounds=2 if quick else 5, seconds=15)
-            if every or not quick:
+            if lab.wants("prefill") and (every or not quick):
                 with lab.workers(["k3 bf16 prefill"], "mid", threads) as more:
                     most = {**fast, **more}
                     shown = most if every and not quick else {**two, **more}
@@ -94,7 +103,7 @@ def measure_mid(lab: Lab) -> None:
                     )
                     if every and not quick:
                         cases.prefill(lab, "mid", {**two, **more}, threads, 512, rounds=3, seconds=120)
-        if every and not quick:
+        if every and not quick and lab.wants("decode"):
             # It takes seconds for a token and has all weights in memory of its own: apart from the others.
             with lab.workers(["k3 stored", "mlx-lm"], "mid", threads) as slow:
                 if "mlx-lm" in slow:
@@ -109,7 +118,7 @@ def measure_mid(lab: Lab) -> None:
                         context=2,
                         beside=" and mlx-lm",
                     )
-        if every:
+        if every and (lab.wants("snapshots") or lab.wants("context")):
             # Memory that a long context takes belongs to no other measurement: a process of its own.
             with lab.workers(["k3 stored"], "mid", threads) as alone:
                 worker = alone["k3 stored"]
@@ -149,30 +158,34 @@ def main() -> int:
     """Run all of it; 1 where the runtimes do not compute the same model."""
     given = arguments()
     given.folder.mkdir(parents=True, exist_ok=True)
-    lab = Lab(given.folder, {} if given.mid is None else {"mid": given.mid}, given.quick)
+    wanted = None if given.cases is None else frozenset(given.cases)
+    lab = Lab(given.folder, {} if given.mid is None else {"mid": given.mid}, given.quick, wanted)
     mid = None if given.only == "tiny" else lab.model("mid")
     facts = measure_machine(lab, mid)
-    same = cases.agreement(lab)
-    if not same:
+    same = cases.agreement(lab) if lab.wants("agreement") else None
+    if same is False:
         lab.say("VOID: the runtimes do not compute the same model; what follows compares nothing")
     if given.only != "mid":
         measure_tiny(lab)
     if mid is not None:
         measure_mid(lab)
-    quality.measure(lab)
+    if lab.wants("exactness"):
+        quality.measure(lab)
     name = f"{facts['cpu']}, {facts['cores']} cores, {facts['isa']}, id {facts['id']}"
     date = time.strftime("%Y-%m-%d", time.gmtime())
+    whole = wanted is None and given.only is None
     reached = lines(lab.samples, lab.all_threads)
-    print(f"\n{name}, {date}" + ("" if same else "\nVOID: the runtimes do not compute the same model"))
+    void = "\nVOID: the runtimes do not compute the same model" if same is False else ""
+    print(f"\n{name}, {date}{void}")
     report.print_rates(lab.samples)
     report.print_ratios(lab.samples)
     report.print_rest(lab.samples)
     quality.show(lab)
     tables = show_ops(lab, facts, date)
-    report.print_goals(reached)
+    report.print_goals([line for line in reached if whole or line.verdict != "not measured"])
     for label, why in lab.samples.skipped.items():
         print(f"skipped: {label}: {why}")
-    to = given.results
+    to = given.results or (ROOT / "benches" / "results" if whole else given.folder)
     to.mkdir(parents=True, exist_ok=True)
     lab.samples.write(to / "peers.csv", str(facts["id"]), date)
     report.write_goals(to / "peers-goals.csv", reached, str(facts["id"]), date)
@@ -184,7 +197,7 @@ def main() -> int:
     if problem is not None:
         print(problem)
     lab.say(f"done; {to}/peers*.csv")
-    return 0 if same else 1
+    return 1 if same is False else 0
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ def decode(
     beside: str = "",
 ) -> None:
     """Single tokens at a short context; `beside` tells a second comparison of the same model apart."""
+    if not lab.wants("decode"):
+        return
     case = f"decode {model}{beside}"
     for worker in workers.values():
         worker.ask("decode", steps=1, context=context, fresh=True)  # weights in memory, page tables filled
@@ -56,6 +58,8 @@ def prefill(
     lab: Lab, model: str, workers: Workers, threads: int, n: int, *, rounds: int, seconds: float
 ) -> None:
     """A prompt of n tokens."""
+    if not lab.wants("prefill"):
+        return
     case = f"prefill {n} {model}"
     for i in lab.rounds(rounds, seconds, f"{case}, {threads} thread(s)"):
         for label, worker in lab.turns(workers, i):
@@ -65,6 +69,8 @@ def prefill(
 
 def busy(lab: Lab, workers: Workers, threads: int, *, rounds: int, seconds: float) -> None:
     """Decode while one core does something else, each time after the same undisturbed."""
+    if not lab.wants("busy"):
+        return
     for i in lab.rounds(rounds, seconds, f"decode with a busy core, {threads} thread(s)"):
         for label, worker in lab.turns(workers, i):
             alone = 1 / worker.ask("decode", steps=3)["seconds"]
@@ -76,6 +82,8 @@ def busy(lab: Lab, workers: Workers, threads: int, *, rounds: int, seconds: floa
 
 def long_context(lab: Lab, worker: Worker, threads: int, *, tokens: int, rounds: int, seconds: float) -> None:
     """A step at a long context against one at a short one: what it may cost is reading the latent cache once."""
+    if not lab.wants("context"):
+        return
     for i in lab.rounds(rounds, seconds, f"decode at {tokens} tokens of context"):
         found = worker.ask("context", tokens=tokens, steps=2)
         more, explained = found["far"] - found["near"], found["bytes"] / found["bandwidth"]
@@ -88,6 +96,8 @@ def long_context(lab: Lab, worker: Worker, threads: int, *, tokens: int, rounds:
 
 def snapshots(lab: Lab, worker: Worker, threads: int, *, tokens: int, rounds: int, seconds: float) -> None:
     """Snapshots in memory and on disk against plain copies of the same bytes."""
+    if not lab.wants("snapshots"):
+        return
     for i in lab.rounds(rounds, seconds, f"snapshots at {tokens} tokens"):
         found = worker.ask("snapshots", tokens=tokens)
         for name in ("snapshot", "restore", "save", "load"):
@@ -102,6 +112,8 @@ def ops(
     lab: Lab, model: str, label: str, worker: Worker, threads: int, *, rounds: int, seconds: float
 ) -> None:
     """Every op of a decode step, for the roofline."""
+    if not lab.wants("ops"):
+        return
     taken = []
     for _ in lab.rounds(rounds, seconds, f"ops of a step of {model}, {label}, {threads} thread(s)"):
         taken.append(worker.ask("ops", steps=100 if model == "tiny" else 4))
@@ -110,6 +122,8 @@ def ops(
 
 def memory(lab: Lab, workers: Workers, threads: int) -> None:
     """What the processes hold, after the work above."""
+    if not lab.wants("memory"):
+        return
     for label, worker in workers.items():
         found = worker.ask("memory")
         lab.samples.add("memory mid", label, threads, 0, resident=(found["resident"] / 1e6, "MB"),
@@ -126,6 +140,8 @@ def memory(lab: Lab, workers: Workers, threads: int) -> None:
 
 def first_token(lab: Lab, labels: list[str], threads: int, *, rounds: int, seconds: float) -> None:
     """From an interpreter with everything imported to the logits of one token, all files in the page cache."""
+    if not lab.wants("load"):
+        return
     paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     found = {label: lab.description(label, "mid") for label in labels if label not in lab.samples.skipped}

@@ -34,17 +34,29 @@ WAYS: dict[str, dict[str, str]] = {
 }
 
 
+#: What can be measured by itself.
+CASES = (
+    "agreement", "busy", "context", "decode", "exactness", "load", "machine", "memory", "ops", "prefill", "snapshots",
+)  # fmt: skip
+
+
 class Lab:
     """One run: its folder of models, its samples, and how long it has been going."""
 
-    def __init__(self, folder: Path, models: dict[str, Path], quick: bool) -> None:
-        self.folder, self.quick = folder, quick
+    def __init__(
+        self, folder: Path, models: dict[str, Path], quick: bool, wanted: frozenset[str] | None = None
+    ) -> None:
+        self.folder, self.quick, self._wanted = folder, quick, wanted
         self._models = models
         self._sizes: dict[str, dict[str, int]] = {}
         self.samples = Samples()
         self.op_rounds: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
         self.started = time.monotonic()
         self.all_threads = len(os.sched_getaffinity(0))
+
+    def wants(self, case: str) -> bool:
+        """Whether a case is to be measured."""
+        return self._wanted is None or case in self._wanted
 
     def say(self, text: str) -> None:
         """Progress, with the seconds since the start."""

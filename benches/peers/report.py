@@ -67,7 +67,7 @@ def print_ratios(samples: Samples) -> None:
 
 def print_goals(lines: list[Line]) -> None:
     """The goals, what was reached, and by how much it varied."""
-    width = max(len(line.what) for line in lines)
+    width = max((len(line.what) for line in lines), default=0)
     print(f"\n{'':{width}} {'goal':>13} {'reached':>9}  {'middle half':25} ")
     for line in lines:
         print(f"{line.what:{width}} {line.goal:>13} {line.reached:>9}  {line.spread:25} {line.verdict}")
