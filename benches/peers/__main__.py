@@ -70,7 +70,7 @@ def measure_machine(lab: Lab, model: Path | None) -> dict[str, object]:
         shard = max(model.glob("*.safetensors"), key=lambda p: p.stat().st_size)
         for name, rate in machine.read_rates(shard, 3 if lab.quick else 7).items():
             facts[f"{name}, GB/s"] = round(rate["median"] / 1e9, 1)
-    if lab.wants("machine") or lab.wants("ops"):
+    if lab.wants("machine", "ops"):
         facts |= {f"peak {name}, one core, G/s": round(rate / 1e9) for name, rate in machine.peaks().items()}
     if lab.wants("machine"):
         facts |= {f"{name}, GB/s": round(rate / 1e9, 2) for name, rate in machine.disk(lab.folder).items()}
@@ -78,12 +78,18 @@ def measure_machine(lab: Lab, model: Path | None) -> dict[str, object]:
     return facts
 
 
+def ways(lab: Lab) -> list[str]:
+    """Who takes turns: ours alone where no peer is compared, nobody where nothing of this kind is measured."""
+    peers = cases.LLAMA_WAYS if lab.wants("decode", "prefill", "busy", "memory") else []
+    return [*cases.K3_WAYS, *peers] if peers or lab.wants("ops") else []
+
+
 def measure_mid(lab: Lab) -> None:
     """Everything about `mid`."""
     quick = lab.quick
     for threads in dict.fromkeys((1, lab.all_threads)):
         every = threads == lab.all_threads
-        with lab.workers([*cases.K3_WAYS, *cases.LLAMA_WAYS], "mid", threads) as fast:
+        with lab.workers(ways(lab), "mid", threads) as fast:
             cases.decode(
                 lab, "mid", fast, threads, rounds=4 if quick else 11, seconds=15 if quick else 75, steps=3
             )
@@ -118,7 +124,7 @@ def measure_mid(lab: Lab) -> None:
                         context=2,
                         beside=" and mlx-lm",
                     )
-        if every and (lab.wants("snapshots") or lab.wants("context")):
+        if every and (lab.wants("snapshots", "context")):
             # Memory that a long context takes belongs to no other measurement: a process of its own.
             with lab.workers(["k3 stored"], "mid", threads) as alone:
                 worker = alone["k3 stored"]
@@ -131,7 +137,7 @@ def measure_mid(lab: Lab) -> None:
 def measure_tiny(lab: Lab) -> None:
     """Everything about `tiny`: the time per token beside the weights."""
     for threads in dict.fromkeys((1, lab.all_threads)):
-        with lab.workers([*cases.K3_WAYS, *cases.LLAMA_WAYS], "tiny", threads) as workers:
+        with lab.workers(ways(lab), "tiny", threads) as workers:
             cases.decode(lab, "tiny", workers, threads, rounds=5 if lab.quick else 11, seconds=20, steps=100)
             if "k3 stored" in workers:
                 cases.ops(lab, "tiny", "k3 stored", workers["k3 stored"], threads, rounds=5, seconds=10)
