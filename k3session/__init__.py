@@ -41,6 +41,7 @@ from k3session.score import Score
 from k3session.session import Session
 from k3session.session.drafts import Draft
 from k3session.snapshot import LayerSnapshot, MarkSnapshot, Snapshot
+from k3session.stage import Boundary, Segment, Stage
 from k3session.stats import Stats
 from k3session.times import OpTime, Times
 from k3session.trace import Trace
@@ -49,6 +50,7 @@ _logging.getLogger("k3session").addHandler(_logging.NullHandler())
 
 __all__ = [
     "BatchError",
+    "Boundary",
     "CapacityError",
     "CheckpointError",
     "ClosedError",
@@ -73,12 +75,14 @@ __all__ = [
     "Sampling",
     "SaveJob",
     "Score",
+    "Segment",
     "Session",
     "SessionBusyError",
     "Snapshot",
     "SnapshotCorruptError",
     "SnapshotError",
     "SnapshotMismatchError",
+    "Stage",
     "Stats",
     "Times",
     "Trace",

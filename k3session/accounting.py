@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -22,7 +23,10 @@ from k3session.layout import (
     SKIPPED_PREFIXES,
     Parameter,
     canonicalise,
+    component,
+    layer_range,
     parameters,
+    within,
 )
 from k3session.problems import Grouped, kinds, layer_of, shape_of, why_missing, why_unexpected
 from k3session.progress import Progress
@@ -39,10 +43,14 @@ _BLOCK = 1 << 24
 
 @dataclass(slots=True)
 class Inspection:
-    """What was found in a folder.  It can be used when ``problems`` is empty."""
+    """What was found in a folder.  It can be used when ``problems`` is empty.
+
+    ``layers`` are those that it was looked at for, half open; ``tensors`` are theirs.
+    """
 
     path: Path
     config: K3Config | None = None
+    layers: tuple[int, int] = (0, 0)
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     packed_layers: set[int] = field(default_factory=set)
@@ -65,10 +73,18 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def inspect(path: str | os.PathLike[str], progress: Progress | None = None) -> Inspection:
+def inspect(
+    path: str | os.PathLike[str], progress: Progress | None = None, layers: tuple[int, int] | None = None
+) -> Inspection:
     """Look at everything in a folder except the values of its tensors.
 
-    Never raises for what the folder holds: all of it is in ``problems``.
+    Never raises for what the folder holds: all of it is in ``problems``.  With `layers`, half open, the tensors of
+    other layers may be missing; those that are there are looked at all the same.
+
+    Raises
+    ------
+    ConfigError
+        `layers` is no range of the model's layers.
     """
     folder = Path(path)
     result = Inspection(folder)
@@ -79,7 +95,13 @@ def inspect(path: str | os.PathLike[str], progress: Progress | None = None) -> I
     with _no_collection():
         result.config, problems = read_config_file(folder / "config.json")
         result.problems += [f"config.json: {problem}" for problem in problems]
-        files = read_files(folder, progress or Progress())
+        config = result.config
+        needed = None
+        if config is not None:
+            result.layers = layer_range(layers, config)
+            if layers is not None:
+                needed = partial(_needed, config=config, layers=result.layers)
+        files = read_files(folder, progress or Progress(), needed)
         result.problems += files.problems
         result.warnings += files.warnings
         result.shards = Shards({folder / name: header.file_size for name, header in files.headers.items()})
@@ -92,6 +114,17 @@ def inspect(path: str | os.PathLike[str], progress: Progress | None = None) -> I
                 result.problems.append(str(error))
     result.total_bytes = sum(tensor.stored_nbytes for tensor in result.tensors.values())
     return result
+
+
+def _needed(stored: str, config: K3Config, layers: tuple[int, int]) -> bool:
+    """Whether a tensor, by its name in the index, belongs to a range of layers."""
+    name = canonicalise(stored)
+    if name is None or stored.startswith(SKIPPED_PREFIXES):
+        return False
+    layer = layer_of(name)
+    if layer >= config.num_hidden_layers:
+        return False
+    return within(layer if layer >= 0 else None, component(name, config), layers, config)
 
 
 def _canonical(files: FileSet, result: Inspection) -> dict[str, str]:
@@ -129,7 +162,8 @@ def _match(result: Inspection, c: K3Config, files: FileSet, named: dict[str, str
     lost = {canonicalise(stored) for stored in files.lost}
     groups = Grouped()
     _packing_problems(result, c)
-    moe_layers = sum(c.is_moe(i) for i in range(c.num_hidden_layers))
+    first, end = result.layers
+    moe_layers = sum(c.is_moe(i) for i in range(first, end))
     wanted = moe_layers * c.num_experts * 3 + c.num_hidden_layers
     if wanted > 2 * (len(named) + len(lost)) + 100_000:
         result.problems.append(
@@ -142,8 +176,9 @@ def _match(result: Inspection, c: K3Config, files: FileSet, named: dict[str, str
     paths = {file: result.path / file for file in files.headers}
     for parameter in parameters(c, packed=result.packed_layers.__contains__):
         stored = rest.pop(parameter.name, None)
+        inside = within(parameter.layer, parameter.component, result.layers, c)
         if stored is None:
-            if parameter.name not in lost:
+            if inside and parameter.name not in lost:
                 text = f" is missing; expected {kinds(parameter)} {shape_of(parameter)}.{why_missing(parameter, c)}"
                 groups.add(parameter.name, "", text)
             continue
@@ -151,6 +186,8 @@ def _match(result: Inspection, c: K3Config, files: FileSet, named: dict[str, str
         header = files.headers[file]
         info = header.tensors[stored]
         good = _compare(parameter, info, stored, file, groups)
+        if not inside:
+            continue
         tensor = StoredTensor(
             name=parameter.name,
             stored_name=stored,
@@ -220,7 +257,11 @@ def _packing_problems(result: Inspection, c: K3Config) -> None:
 def _check_tied_head(result: Inspection, c: K3Config, files: FileSet, rest: dict[str, str]) -> None:
     """A head that is stored although it is tied is skipped when it repeats the embedding, else refused."""
     embedding = result.tensors.get(_EMBEDDING)
-    if not c.tie_word_embeddings or _HEAD not in rest or embedding is None:
+    if not c.tie_word_embeddings or _HEAD not in rest:
+        return
+    if embedding is None:
+        if result.layers != (0, c.num_hidden_layers):  # of no use to these layers
+            result.skipped.append(rest.pop(_HEAD))
         return
     stored = rest.pop(_HEAD)
     header = files.headers[files.where[stored]]

@@ -188,7 +188,7 @@ def _borrow(model: Model, segments: int) -> Any:
     with model._lock:
         scratch, model._batch_scratch = model._batch_scratch, None
     if scratch is None or scratch.segments_room < segments:
-        scratch = Scratch(model._open_decoder(), CHUNK_ROWS, max(2, 1 << (segments - 1).bit_length()))
+        scratch = model._open_decoder().scratch(CHUNK_ROWS, max(2, 1 << (segments - 1).bit_length()))
     scratch.clear_cancel()
     return scratch
 

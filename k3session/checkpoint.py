@@ -54,13 +54,23 @@ class Checkpoint:
         self._closed = False
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, progress: ProgressArgument = False) -> Checkpoint:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        layers: tuple[int, int] | None = None,
+        progress: ProgressArgument = False,
+    ) -> Checkpoint:
         """Check the folder `path` and map its files.
 
         Parameters
         ----------
         path
             A folder with ``config.json`` and one safetensors file, or shards and their index.
+        layers
+            (first, end), from 0 and half open: only the tensors of these layers are used, and of the others only
+            the headers are looked at, where they are there.  The embedding goes with the first layer, the final norms
+            and the head with the last.
         progress
             Reports ``("open", files done, files)``.
 
@@ -68,10 +78,12 @@ class Checkpoint:
         ------
         CheckpointError
             ``problems`` has one sentence for everything that is wrong with the folder.
+        ConfigError
+            `layers` is no range of the model's layers.
         """
         report = Progress(progress)
         try:
-            inspection = inspect(path, report)
+            inspection = inspect(path, report, layers)
         finally:
             report.close()
         return cls.from_inspection(inspection)
@@ -104,6 +116,11 @@ class Checkpoint:
     def config(self) -> K3Config:
         """The checked configuration."""
         return self._config
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        """The layers whose tensors are used: (first, end), half open."""
+        return self._inspection.layers
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -122,7 +122,7 @@ class Engine:
     def _session_bytes(self, tables: DeviceTables) -> int:
         """What one session takes on the device: its state twice, and what its passes work in, logits included."""
         config: K3Config = self._weights.config
-        sizes = memory_estimate(config, 0, CHUNK_ROWS)
+        sizes = memory_estimate(config, 0, CHUNK_ROWS, (self._weights.first, self._weights.end))
         state = sizes["state_per_session"] + sizes["state_alternate"]
         return state + sizes["scratch"] + tables.work_bytes(CHUNK_ROWS) + 4 * CHUNK_ROWS * config.vocab_size
 

@@ -8,7 +8,7 @@ that is mapped and read gives plausible numbers, not an error.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,12 @@ class FileSet:
     total_size: int | None = None
 
 
-def read_files(folder: Path, progress: Progress) -> FileSet:
-    """Find the files of `folder` and check all of their headers."""
+def read_files(folder: Path, progress: Progress, needed: Callable[[str], bool] | None = None) -> FileSet:
+    """Find the files of `folder` and check all of their headers.
+
+    `needed` says of a tensor's name, as the index spells it, whether it is needed; None needs all.  A file in which
+    none are needed may be missing.
+    """
     files = FileSet()
     try:
         listing = sorted(os.listdir(folder))
@@ -61,6 +65,10 @@ def read_files(folder: Path, progress: Progress) -> FileSet:
         files.problems.append(f"found {found} and no {INDEX}; expected one file, or shards with their index.")
         return files
     missing = [name for name in names if not os.path.isfile(folder / name)]
+    if needed is not None and weight_map is not None:
+        called_for = {file for name, file in weight_map.items() if file in missing and needed(name)}
+        names = [name for name in names if name not in missing or name in called_for]
+        missing = [name for name in missing if name in called_for]
     if missing:
         files.problems.append(
             f"{INDEX}: {len(missing)} of {len(names)} files are missing: {', '.join(missing)}; fetch them again."

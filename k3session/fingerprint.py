@@ -49,7 +49,8 @@ class Fingerprint:
 
     ``layers[i]`` covers the tensors of layer i, ``embedding`` the embedding table, ``head`` the final
     norms and the output head, ``config`` the values that the logits depend on.  ``deep`` tells
-    whether all bytes were read.
+    whether all bytes were read.  Where a checkpoint was opened for some of its layers, the parts that
+    are not there are empty strings; `joined` puts such fingerprints together.
     """
 
     config: str
@@ -65,6 +66,30 @@ class Fingerprint:
 
     def __str__(self) -> str:
         return self.digest
+
+    @classmethod
+    def joined(cls, parts: Iterable[Fingerprint]) -> Fingerprint:
+        """Put the fingerprints of ranges of layers together.
+
+        Raises
+        ------
+        ValueError
+            They are of different models, or a part is in none of them.
+        """
+        given = list(parts)
+        if not given or len({(p.config, len(p.layers), p.deep) for p in given}) != 1:
+            raise ValueError("fingerprints of different configurations cannot be joined")
+
+        def one(name: str, digests: Iterable[str]) -> str:
+            found = {digest for digest in digests if digest}
+            if len(found) != 1:
+                raise ValueError(f"{name}: expected one digest, found {len(found)}: different weights, or none")
+            return found.pop()
+
+        layers = [one(f"layer {i}", d) for i, d in enumerate(zip(*(p.layers for p in given), strict=True))]
+        embedding = one("the embedding", (p.embedding for p in given))
+        head = one("the head", (p.head for p in given))
+        return cls(given[0].config, embedding, tuple(layers), head, given[0].deep)
 
     def _parts(self) -> dict[str, Any]:
         return {
@@ -162,7 +187,7 @@ def digest_checkpoint(
 
     # Sampling touches a page here and there: reading ahead would fetch many times what is looked at.
     with checkpoint.reading_at_random(not deep):
-        parts = [digest(embedding), *(digest(layer) for layer in layers), digest(head)]
+        parts = [digest(tensors) if tensors else "" for tensors in (embedding, *layers, head)]
     return Fingerprint(config_digest(checkpoint.config), parts[0], tuple(parts[1:-1]), parts[-1], deep)
 
 

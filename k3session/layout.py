@@ -8,9 +8,10 @@ Names are the released ones without the leading ``language_model.``, for example
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from k3session.config import MXFP4_GROUP, K3Config
+from k3session.errors import ConfigError
 
 __all__ = [
     "ACCEPTED_PREFIXES",
@@ -18,7 +19,9 @@ __all__ = [
     "Parameter",
     "canonicalise",
     "component",
+    "layer_range",
     "parameters",
+    "within",
 ]
 
 #: Prefixes of the decoder's tensors in a file; ``lm_head.weight`` takes the first one or none.
@@ -54,6 +57,38 @@ def canonicalise(name: str) -> str | None:
     if name.startswith(("model.", "lm_head.")):
         return name
     return "model." + name if name.startswith(_ROOTS) else None
+
+
+def layer_range(layers: Any, config: K3Config) -> tuple[int, int]:
+    """Check ``layers=(first, end)``, from 0 and half open; None is all layers.
+
+    Raises
+    ------
+    ConfigError
+        No such range of this model's layers.
+    """
+    n = config.num_hidden_layers
+    if layers is None:
+        return 0, n
+    pair = tuple(layers) if isinstance(layers, (tuple, list)) else ()
+    if len(pair) != 2 or any(type(i) is not int for i in pair) or not 0 <= pair[0] < pair[1] <= n:
+        raise ConfigError(
+            f"layers is {layers!r}; expected None or (first, end) with 0 <= first < end <= {n}, the model's layers"
+        )
+    return pair
+
+
+def within(layer: int | None, part: str, layers: tuple[int, int], config: K3Config) -> bool:
+    """Whether a tensor of `layer` and component `part` belongs to a range of layers.
+
+    The embedding goes with the first layer, the final norms and the head with the last one, and the embedding with
+    that one too where the head is tied to it.
+    """
+    first, end = layers
+    if layer is not None:
+        return first <= layer < end
+    last = end == config.num_hidden_layers
+    return (first == 0 or (last and config.tie_word_embeddings)) if part == "embedding" else last
 
 
 def component(name: str, config: K3Config) -> str:

@@ -17,8 +17,10 @@ def _up(n: int, to: int) -> int:
     return (n + to - 1) // to * to
 
 
-def memory_estimate(config: K3Config, weight_bytes: int, rows: int = CHUNK_ROWS) -> dict[str, int]:
-    """Return the memory of a model and its sessions, in bytes.
+def memory_estimate(
+    config: K3Config, weight_bytes: int, rows: int = CHUNK_ROWS, layers: tuple[int, int] | None = None
+) -> dict[str, int]:
+    """Return the memory of a model and its sessions, in bytes; of some of its layers with ``layers=(first, end)``.
 
     ``weights_mapped`` is mapped from the files and shared by all sessions.  ``state_per_session`` is the KDA state of
     one session (recurrent matrices and conv windows, float32) and the pass's alternate copy of it is
@@ -29,8 +31,9 @@ def memory_estimate(config: K3Config, weight_bytes: int, rows: int = CHUNK_ROWS)
     c = config
     recurrent = c.kda_num_heads * c.kda_head_dim * c.kda_head_dim
     windows = 3 * c.kda_dim * (c.short_conv_kernel_size - 1)
-    state = 4 * len(c.kda_layers) * (recurrent + windows)
-    latent = len(c.full_attn_layers) * c.latent_width
+    first, end = layers or (0, c.num_hidden_layers)
+    state = 4 * sum(first <= i < end for i in c.kda_layers) * (recurrent + windows)
+    latent = sum(first <= i < end for i in c.full_attn_layers) * c.latent_width
     return {
         "weights_mapped": weight_bytes,
         "state_per_session": state,

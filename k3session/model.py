@@ -27,7 +27,7 @@ from k3session.engine import Engine
 from k3session.errors import ClosedError, ConfigError, SessionBusyError
 from k3session.fingerprint import Fingerprint
 from k3session.marks import Marks
-from k3session.memory import CHUNK_ROWS
+from k3session.memory import CHUNK_ROWS, memory_estimate
 from k3session.placement import Wanted
 from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling, read_generation_config
@@ -83,25 +83,37 @@ class Model:
         self._engine = Engine(
             self._weights, wanted, threads, isa, report or None, checkpoint=checkpoint, memory=memory
         )
-        self._decoder: Any = self._engine.decoder
+        self._ready(self._engine.decoder, checkpoint.config, checkpoint.path, threads, isa)
+        self.layers = checkpoint.layers
+        self.device = str(self._engine.placement)
+        self.placement = self._engine.placement.to_dict()
+        self.placement_label = self._engine.placement.label
+        plan = self._engine.plan
+        if plan is not None and not plan.mapped:
+            self.chunk_rows = chunk_rows(self.config, plan.budget)
+        self.prefill_precision = wanted.prefill_precision
+        self.weights = wanted.weights
+
+    def _ready(self, decoder: Any, config: K3Config, path: Path, threads: int, isa: str) -> None:
+        """What sessions find in a model, wherever its passes are computed."""
+        self._decoder: Any = decoder
         self._sessions: Alive[Session] = Alive()
         self._past = Counts()
         self._lock = threading.Lock()
         self._batch_scratch: Any = None  # of batches, made by the first one
         self._tokenizer: Tokenizer | None = None
         self._fingerprint: Fingerprint | None = None
-        self.config: K3Config = checkpoint.config
-        self.path: Path = checkpoint.path
+        self.config: K3Config = config
+        self.path: Path = path
+        self.layers: tuple[int, int] = (0, config.num_hidden_layers)
         self.threads = threads
         self.isa = isa
-        self.device = str(self._engine.placement)
-        self.placement: dict[str, str] = self._engine.placement.to_dict()
-        self.placement_label = self._engine.placement.label
-        plan = self._engine.plan
-        self.chunk_rows = CHUNK_ROWS if plan is None or plan.mapped else chunk_rows(self.config, plan.budget)
-        self.prefill_precision = wanted.prefill_precision
-        self.weights = wanted.weights
-        self.default_sampling: Sampling = read_generation_config(self.path, self.config.eos_token_id)
+        self.device = self.placement_label = "cpu"
+        self.placement: dict[str, str] = {}
+        self.chunk_rows = CHUNK_ROWS
+        self.prefill_precision = "exact"
+        self.weights = "stored"
+        self.default_sampling: Sampling = read_generation_config(path, config.eos_token_id)
         _alive.add(self)
 
     @classmethod
@@ -118,6 +130,7 @@ class Model:
         weights: str = "stored",
         prefill_precision: str = "exact",
         memory: int | str | None = None,
+        layers: tuple[int, int] | None = None,
         progress: ProgressArgument = False,
     ) -> Model:
         """Open a checkpoint folder.
@@ -151,6 +164,10 @@ class Model:
             What the process may have in memory, as bytes or a size such as ``"8GiB"``; ``"auto"`` is what is free now,
             less a tenth.  What does not fit within it is read from the files in every pass, with the same bits
             as without a budget: docs/memory.md.  None maps the files and leaves it to the kernel.
+        layers
+            (first, end), from 0 and half open: only these layers are loaded, the embedding with the first one of the
+            model and the head with the last one.  Tensors of other layers may be missing.  Such a model is for
+            `k3session.Stage`; sessions take all layers.
         progress
             True draws a bar on a terminal; a function is called as ``progress(event, current, total)``.
 
@@ -182,7 +199,7 @@ class Model:
                 f'weights="{weights}" recodes the trunk into memory, which memory= leaves in its files; expected one of them'
             )
         isa = env.instruction_set(ops.best_isa(), ops.ISAS)
-        checkpoint = Checkpoint.open(path, progress=progress)
+        checkpoint = Checkpoint.open(path, layers=layers, progress=progress)
         try:
             if budget is not None:
                 checkpoint.leave_mappings_untouched()
@@ -313,8 +330,7 @@ class Model:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token adds to a session with an fp32 latent cache; half of it with bf16."""
-        c = self.config
-        return len(c.full_attn_layers) * (c.kv_lora_rank + c.qk_rope_head_dim) * 4
+        return memory_estimate(self.config, 0, layers=self.layers)["latent_per_token_fp32"]
 
     @property
     def sessions(self) -> list[Session]:
@@ -335,7 +351,7 @@ class Model:
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
-        return self._weights is None
+        return self._decoder is None
 
     def close(self) -> None:
         """Let go of the files and the threads.  Closing twice is fine.
@@ -346,7 +362,7 @@ class Model:
             Sessions are still open; the message names them.
         """
         with self._lock:
-            if self._weights is None:
+            if self._decoder is None:
                 return
             names = ", ".join(sorted(s.name for s in self._sessions))
             if names:
@@ -381,17 +397,20 @@ class Model:
         )
 
     def __repr__(self) -> str:
+        first, end = self.layers
+        n = self.config.num_hidden_layers
+        held = f"{n} layers" if end - first == n else f"layers {first} to {end - 1} of {n}"
         state = (
             "closed"
             if self.is_closed
-            else f"{self.config.num_hidden_layers} layers on {self.device} ({self.isa}, {self.threads} threads)"
+            else f"{held} on {self.device} ({self.isa}, {self.threads} threads)"
         )
         return f"<Model {self.path.name}: {state}>"
 
     # ------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._weights is None:
+        if self._decoder is None:
             raise self._closed()
 
     def _closed(self) -> ClosedError:
@@ -399,6 +418,12 @@ class Model:
 
     def _open_decoder(self) -> Any:
         self._check_open()
+        first, end = self.layers
+        if (first, end) != (0, self.config.num_hidden_layers):
+            raise ConfigError(
+                f"this model holds layers {first} to {end - 1} of {self.config.num_hidden_layers}, and a session takes "
+                "all of them: use k3session.Stage, or k3session.pipeline, which puts the ranges together"
+            )
         return self._decoder
 
     def _register(self, session: Session) -> None:

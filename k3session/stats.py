@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from k3session._core.state import own_bytes_of
 from k3session.config import K3Config
 
 if TYPE_CHECKING:
@@ -204,7 +203,7 @@ def collect(model: Model, counts: Counts, sessions: Iterable[Session]) -> Stats:
         state += held
         latent += held - session._fixed_bytes
         kept = session._points
-        own += own_bytes_of([timeline, *(point.timeline for point in kept)])
+        own += session._decoder.own_bytes([timeline, *(point.timeline for point in kept)])
         held_marks = [mark for mark in session._marks if not mark.is_closed]
         marks += len(kept) + len(held_marks)
         mark_bytes += kept.nbytes + sum(mark.nbytes for mark in held_marks)

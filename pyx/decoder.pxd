@@ -61,6 +61,11 @@ cdef struct Work:                       # one pass on one side, the host's or a 
     float* z                            # [R, latent]
     float* u                            # [R, latent]
 
+    # a cut between layers, of which only some are here: R = handed_rows
+    float* handed_in                    # [1 + bank, R, d] running sum and bank from the layers before, or NULL
+    float* handed_out                   # the same for the layers behind, or NULL
+    int64_t handed_rows
+
     int cancelled                       # set by another thread, read between sub-layers
 
 
@@ -102,6 +107,7 @@ cdef class Scratch:
     cdef uint64_t tape_number           # which tape it is: recorded passes know its address
     cdef Timeline kept                  # of that pass, or None
     cdef int64_t kept_rows
+    cdef list held, held_counts         # timelines of a pass that waits for its commit, and their rows, or None
 
     cdef Side kda_side(self)
     cdef int open_tape(self) except -1
@@ -134,6 +140,9 @@ cdef class Decoder:
     cdef bint on_device(self, str part)
     cdef Memory memory_of(self, str part)
     cdef int check_pass(self, Scratch z, list timelines, list counts, const int32_t[::1] tokens, bint embedded) except -1
+    cdef int check_hands(self, Scratch z, int64_t rows, const float[:, :, ::1] handed_in,
+                         float[:, :, ::1] handed_out) except -1
+    cdef int hand(self, Work* z, float* host, int64_t banked, bint out) noexcept nogil
     cdef int replay(self, Scratch z, int64_t rows) except -1
     cdef int go(self, Scratch z, int64_t rows, int64_t n_take, const float* embeddings, float* logits, Taps taps) except -1
     cdef int run(self, Work* z, int64_t n_take, Taps taps) except -1 nogil

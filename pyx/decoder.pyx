@@ -24,6 +24,7 @@ from k3session._core.state cimport Block, Timeline, drop_block, new_block
 from k3session._core.streaming cimport OrderOps, Streamer, StreamOps
 from k3session._core.weights cimport Weights
 
+from k3session._core.state import own_bytes_of
 from k3session.errors import K3Error, PassCancelled
 
 # One thread sets the flag of a pass that another thread is running.
@@ -155,9 +156,13 @@ cdef class Decoder:
         return Timeline(self.weights, bf16_latent, page_rows, self.memory_of("kda"), self.memory_of("mla"))
 
     cdef int run(self, Work* z, int64_t n_take, Taps taps) except -1 nogil:
-        """One pass over the rows that are laid out in ``z``.  Writes alternate state only: nothing is committed."""
+        """One pass over the rows that are laid out in ``z``.  Writes alternate state only: nothing is committed.
+
+        It begins with the embedding, or where the layers before are elsewhere with the running sum and the bank that
+        they gave; it ends with the head, or with the two that the layers behind go on with.
+        """
         cdef const k3_dims* dims = z.dims
-        cdef int64_t R = z.job.rows, d = dims.hidden_size, i, banked = 0
+        cdef int64_t R = z.job.rows, d = dims.hidden_size, i, banked = blocks_before(dims, self.weights.first)
         cdef k3_layer* L
         cdef float* kept
         cdef int bad = 0
@@ -165,12 +170,15 @@ cdef class Decoder:
         cdef float* mix = z.mix if taps is not None else NULL
         cdef double checked = monotonic()
 
-        bad |= z.ops.embed(z.ops.ctx, dims, &z.tables.embed_tokens, z.tokens, z.embeddings, z.s, R)
-        bad |= z.ops.finite(z.ops.ctx, &z.job, z.s, z.job.owner, 0, R, d)
-        if taps is not None:
-            taps.put(z, EMBED, 0, z.s, R, d)
+        if self.weights.first == 0:
+            bad |= z.ops.embed(z.ops.ctx, dims, &z.tables.embed_tokens, z.tokens, z.embeddings, z.s, R)
+            bad |= z.ops.finite(z.ops.ctx, &z.job, z.s, z.job.owner, 0, R, d)
+            if taps is not None:
+                taps.put(z, EMBED, 0, z.s, R, d)
+        else:
+            bad |= self.hand(z, z.handed_in, banked, False)
 
-        for i in range(dims.num_hidden_layers):
+        for i in range(self.weights.first, self.weights.end):
             if interrupted(z, &checked):
                 return CANCELLED
             L = &z.tables.layers[i]
@@ -209,7 +217,9 @@ cdef class Decoder:
             if bad:
                 return FAILED
 
-        if n_take > 0:
+        if self.weights.end < dims.num_hidden_layers:
+            bad |= self.hand(z, z.handed_out, banked, True)
+        elif n_take > 0:
             bad |= z.ops.attn_res(z.ops.ctx, dims, z.bank, banked, z.room, z.s, z.tables.output_attn_res, z.tables.norm,
                                   z.take, NULL, h, z.x, mix, n_take)
             if taps is not None:
@@ -219,6 +229,19 @@ cdef class Decoder:
             bad |= z.ops.finite(z.ops.ctx, &z.job, z.logits, z.take_owner, <int32_t>(1 + 2 * dims.num_hidden_layers),
                                 n_take, dims.vocab_size)
         return FAILED if bad else DONE
+
+    cdef int hand(self, Work* z, float* host, int64_t banked, bint out) noexcept nogil:
+        """Copies what crosses a cut between layers, the running sum and then each row of the bank, out or in."""
+        cdef int64_t n = z.handed_rows * z.dims.hidden_size, j
+        cdef float* here
+        cdef int bad = 0
+        for j in range(banked + 1):
+            here = z.s if j == 0 else z.bank + (j - 1) * z.room * z.dims.hidden_size
+            if out:
+                bad |= z.ops.read(z.ops.ctx, host + j * n, here, n * sizeof(float))
+            else:
+                bad |= z.ops.write(z.ops.ctx, here, host + j * n, n * sizeof(float))
+        return bad
 
     cdef int kda(self, Work* main, Work* z, int64_t i, Taps taps) noexcept nogil:
         """Kimi Delta Attention: a <- o_proj(norm(recurrence(conv(q, k, v))) * sigmoid(g))."""
@@ -359,12 +382,13 @@ cdef class Decoder:
         if total != tokens.shape[0]:
             raise K3Error(f"the segments have {total} rows and the pass {tokens.shape[0]}")
         for i in range(tokens.shape[0]):
-            if not (0 <= tokens[i] < self.weights.dims.vocab_size or (tokens[i] == -1 and embedded)):
+            if not (0 <= tokens[i] < self.weights.dims.vocab_size or (tokens[i] == -1 and (embedded or self.weights.first > 0))):
                 raise K3Error(f"token {tokens[i]} in row {i} is not in the vocabulary")
         return 0
 
     def forward(self, Scratch z not None, list timelines not None, list counts not None, const int32_t[::1] tokens,
-                embeddings=None, float[:, ::1] logits=None, bint every_row=False, Taps taps=None, bint keep=False):
+                embeddings=None, float[:, ::1] logits=None, bint every_row=False, Taps taps=None, bint keep=False,
+                const float[:, :, ::1] handed_in=None, float[:, :, ::1] handed_out=None, bint hold=False):
         """One pass over ``counts[i]`` tokens of ``timelines[i]``; commits each timeline that came through.
 
         Parameters
@@ -375,6 +399,11 @@ cdef class Decoder:
             Filled for the last row of each segment, or for all rows with ``every_row``; without it the head is not run.
         keep : bool
             Commit nothing: the pass, of one timeline, is kept for `accept`, and forgotten at the next one.
+        handed_in, handed_out : float32[1 + banked, R, hidden]
+            At a cut between layers: the running sum and the bank, as the layers before gave them, and for the layers
+            behind.  Where a model begins with its first layer and ends with its last, there are none.
+        hold : bool
+            Commit nothing: the pass waits for `commit`, and is forgotten at the next one.
 
         Returns
         -------
@@ -388,6 +417,7 @@ cdef class Decoder:
         cdef Timeline t
         cdef const float[:, ::1] rows
         self.check_pass(z, timelines, counts, tokens, embeddings is not None)
+        self.check_hands(z, tokens.shape[0], handed_in, handed_out)
         if embeddings is not None:
             rows = embeddings
             if rows.shape[0] != tokens.shape[0] or rows.shape[1] != self.weights.dims.hidden_size:
@@ -412,25 +442,83 @@ cdef class Decoder:
                 if keep:
                     z.kept, z.kept_rows = t, counts[i]
                     continue
+                if hold:
+                    continue
                 z.spare[i] = t.commit(z.spare[i], counts[i])
             else:
                 bad = bad or [None] * n
                 bad[i] = sublayer_name(self.weights, z.main.desk.bad[i])
+        if hold and not keep:
+            z.held, z.held_counts = list(timelines), list(counts)
         return bad
+
+    cdef int check_hands(self, Scratch z, int64_t rows, const float[:, :, ::1] handed_in,
+                         float[:, :, ::1] handed_out) except -1:
+        """Notes where the values at the cuts are; refuses those that do not fit the layers that are here."""
+        cdef Work* work = &z.main.work
+        cdef const k3_dims* dims = work.dims
+        cdef int64_t before = 1 + blocks_before(dims, self.weights.first), behind = 1 + blocks_before(dims, self.weights.end)
+        cdef bint last = self.weights.end == dims.num_hidden_layers
+        work.handed_in = work.handed_out = NULL
+        work.handed_rows = rows
+        if (handed_in is not None) != (self.weights.first > 0) or (handed_out is not None) == last:
+            raise K3Error(f"layers {self.weights.first} to {self.weights.end - 1} take what the layers before them hand over, "
+                          "and give what those behind them take: exactly where there are such layers")
+        if handed_in is not None:
+            if (handed_in.shape[0], handed_in.shape[1], handed_in.shape[2]) != (before, rows, dims.hidden_size):
+                raise K3Error(f"handed_in must be float32[{before}, {rows}, {dims.hidden_size}]")
+            work.handed_in = <float*>&handed_in[0, 0, 0]
+        if handed_out is not None:
+            if (handed_out.shape[0], handed_out.shape[1], handed_out.shape[2]) != (behind, rows, dims.hidden_size):
+                raise K3Error(f"handed_out must be float32[{behind}, {rows}, {dims.hidden_size}]")
+            work.handed_out = &handed_out[0, 0, 0]
+        return 0
+
+    def commit(self, Scratch z not None, list chosen not None) -> None:
+        """Commits those timelines of the pass that was held last for which ``chosen`` is true, and forgets it."""
+        cdef Timeline t
+        cdef int64_t i
+        if z.held is None or len(chosen) != len(z.held):
+            raise K3Error(f"no pass of {len(chosen)} sessions is held that could be committed")
+        for i in range(len(chosen)):
+            if chosen[i]:
+                t = z.held[i]
+                z.spare[i] = t.commit(z.spare[i], z.held_counts[i])
+        z.held = z.held_counts = None
 
     def accept(self, Scratch z not None, int64_t rows) -> None:
         """Commits the first ``rows`` tokens of the pass that was kept last, and forgets it.
 
         No weight is read again: where it is not all of them, the layers' recurrences are run over what the pass kept.
         """
-        cdef Timeline t = z.kept
-        if t is None or not 0 <= rows <= z.kept_rows:
+        self.prepare(z, rows)
+        self.commit_kept(z)
+
+    def prepare(self, Scratch z not None, int64_t rows) -> None:
+        """The part of `accept` that computes: the first ``rows`` tokens of the kept pass are what will be committed."""
+        if z.kept is None or not 0 <= rows <= z.kept_rows:
             raise K3Error(f"no pass is kept of which {rows} rows could be committed")
         if 0 < rows < z.kept_rows:
             self.replay(z, rows)
+        z.kept_rows = rows
+
+    def commit_kept(self, Scratch z not None) -> None:
+        """The part of `accept` that commits, after `prepare`; it computes nothing and does not fail."""
+        cdef Timeline t = z.kept
+        cdef int64_t rows = z.kept_rows
+        if t is None:
+            raise K3Error("no pass is kept that could be committed")
         z.close_tape()
         if rows > 0:
             z.spare[0] = t.commit(z.spare[0], rows)
+
+    def own_bytes(self, list timelines not None) -> int:
+        """Bytes of state that no timeline but these holds."""
+        return own_bytes_of(timelines)
+
+    def scratch(self, int64_t rows, int64_t segments=1) -> Scratch:
+        """What passes of up to ``rows`` rows in up to ``segments`` segments work in."""
+        return Scratch(self, rows, segments)
 
     cdef int replay(self, Scratch z, int64_t rows) except -1:
         """The part over time of every KDA layer once more, over the first rows of the pass that was kept."""
@@ -449,7 +537,7 @@ cdef class Decoder:
         with nogil:
             mode = float_mode_enter()
             status = ops.begin(shape, side.bad_at)
-            for i in range(work.dims.num_hidden_layers):
+            for i in range(self.weights.first, self.weights.end):
                 if status == 0 and work.tables.layers[i].is_kda:
                     status |= self.advance(work, i)
             if ops.end(status == 0, 0, 0):
@@ -509,6 +597,11 @@ cdef class Decoder:
 cdef PassShape other_shape(Side side, PassShape shape) noexcept nogil:
     shape.rows, shape.segments, shape.take = side.work.job.rows, side.work.job.n_segments, 0
     return shape
+
+
+cdef int64_t blocks_before(const k3_dims* dims, int64_t i) noexcept nogil:
+    """Rows in the bank when layer i begins: one for each block that has begun before it."""
+    return (i + dims.attn_res_block_size - 1) // dims.attn_res_block_size
 
 
 cdef bint has_shared(const Work* z, int64_t i) noexcept nogil:
@@ -781,6 +874,7 @@ cdef class Scratch:
 
     cdef void close_tape(self) noexcept:
         self.kept = None
+        self.held = self.held_counts = None
         self.kda_side().work.tape = NULL
 
     def failure(self) -> Exception:

@@ -101,9 +101,9 @@ cdef class Timeline:
 
     @property
     def layers(self) -> list:
-        """One K3CpuFallbackState per layer; made anew at each call, since they refer back to this object."""
+        """One K3CpuFallbackState per layer of the model that is here; made anew at each call: they refer back to this."""
         return [K3CpuFallbackState.__new__(K3CpuFallbackState, self, i)
-                for i in range(self.weights.dims.num_hidden_layers)]
+                for i in range(self.weights.first, self.weights.end)]
 
     cdef int64_t row_bytes(self) noexcept nogil:
         return self.weights.dims.latent_stride * (2 if self.latent_dtype == K3_BF16 else 4)

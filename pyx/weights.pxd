@@ -20,6 +20,7 @@ cdef class Weights:
     cdef list _keep                     # every array whose memory the pointers above name
     cdef int64_t beside                 # bytes of recoded matrices that are not in their rows
     cdef readonly object config         # K3Config
+    cdef readonly int64_t first, end    # the layers that are here: first <= i < end
 
     cdef const float* _vector(self, array) except NULL
     cdef k3_matrix _matrix(self, checkpoint, str name, rows, cols, bint packed=*) except *

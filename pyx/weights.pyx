@@ -25,7 +25,11 @@ def widen(array) -> np.ndarray:
 
 
 cdef class Weights:
-    """The weights of one model, immutable.  ``checkpoint`` is a `k3session.checkpoint.Checkpoint`."""
+    """The weights of one model, or of the layers of it that ``checkpoint`` was opened for; immutable.
+
+    ``checkpoint`` is a `k3session.checkpoint.Checkpoint`.  Layers keep their numbers: those outside the range have no
+    weights.  The embedding belongs to the first layer, the final norms and the head to the last one.
+    """
 
     def __cinit__(self, checkpoint not None, progress=None):
         cdef int i
@@ -33,26 +37,32 @@ cdef class Weights:
         cdef int64_t n_moe = 0
         config = checkpoint.config
         self.config = config
+        self.first, self.end = checkpoint.layers
         self._keep = []
         self._set_dims(config)
-        moe_layers = sum(1 for j in range(config.num_hidden_layers) if config.is_moe(j))
+        moe_layers = sum(1 for j in range(self.first, self.end) if config.is_moe(j))
         self.tables.layers = <k3_layer*>calloc(config.num_hidden_layers, sizeof(k3_layer))
         self.tables.experts = <k3_matrix*>calloc(max(1, moe_layers * 3 * config.num_experts), sizeof(k3_matrix))
         if self.tables.layers == NULL or self.tables.experts == NULL:
             raise MemoryError("could not allocate the tables of the model's layers")
-        self.tables.embed_tokens = self._matrix(checkpoint, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        if config.tie_word_embeddings:
-            self.tables.lm_head = self.tables.embed_tokens
-        else:
-            self.tables.lm_head = self._matrix(checkpoint, "lm_head.weight", config.vocab_size, config.hidden_size)
-        self.tables.norm = self._vector(checkpoint.values("model.norm.weight"))
-        self.tables.output_attn_res = self._vector(_res(checkpoint, "model.output_attn_res"))
+        last = self.end == config.num_hidden_layers
+        if self.first == 0:
+            self.tables.embed_tokens = self._matrix(
+                checkpoint, "model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        if last:
+            head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+            if config.tie_word_embeddings and self.first == 0:
+                self.tables.lm_head = self.tables.embed_tokens
+            else:
+                self.tables.lm_head = self._matrix(checkpoint, head, config.vocab_size, config.hidden_size)
+            self.tables.norm = self._vector(checkpoint.values("model.norm.weight"))
+            self.tables.output_attn_res = self._vector(_res(checkpoint, "model.output_attn_res"))
         if self.dims.rotary:
             pairs = np.arange(config.qk_rope_head_dim // 2, dtype=np.float64)
             frequencies = np.float64(config.rope_theta) ** (-2.0 * pairs / config.qk_rope_head_dim)
             self._keep.append(frequencies)
             self.tables.frequencies = <const double*><uintptr_t>frequencies.__array_interface__["data"][0]
-        for i in range(config.num_hidden_layers):
+        for i in range(self.first, self.end):
             self._bind_layer(checkpoint, i, n_kda if config.is_kda(i) else n_mla, n_moe)
             if config.is_kda(i):
                 n_kda += 1
@@ -61,7 +71,7 @@ cdef class Weights:
             if config.is_moe(i):
                 n_moe += 1
             if progress is not None:
-                progress("open", i + 1, config.num_hidden_layers)
+                progress("open", i + 1 - self.first, self.end - self.first)
 
     def __dealloc__(self):
         free(self.tables.experts)
@@ -72,7 +82,7 @@ cdef class Weights:
         cdef int i
         cdef k3_layer* L
         found = []
-        for i in range(self.dims.num_hidden_layers):
+        for i in range(self.first, self.end):
             L = &self.tables.layers[i]
             if L.is_kda:
                 found += [_span(L.kda.q_proj), _span(L.kda.k_proj), _span(L.kda.v_proj), _span(L.kda.f_a_proj),
@@ -91,7 +101,7 @@ cdef class Weights:
         d = self.dims
         trunk = sum(n for _, n in self.spans()) + self.beside
         one = 0
-        moe = sum(1 for i in range(d.num_hidden_layers) if self.tables.layers[i].is_moe)
+        moe = sum(1 for i in range(self.first, self.end) if self.tables.layers[i].is_moe)
         if moe:
             one = 3 * d.moe_intermediate_size * d.routed_expert_hidden_size
             kind = self.tables.experts[0].dtype
@@ -122,8 +132,8 @@ cdef class Weights:
         d.routed_expert_hidden_size = config.routed_expert_hidden_size
         d.shared_intermediate_size = config.num_shared_experts * config.moe_intermediate_size
         d.intermediate_size = config.intermediate_size
-        d.n_kda = len(config.kda_layers)
-        d.n_mla = len(config.full_attn_layers)
+        d.n_kda = sum(1 for i in config.kda_layers if self.first <= i < self.end)
+        d.n_mla = sum(1 for i in config.full_attn_layers if self.first <= i < self.end)
         d.rms_norm_eps = config.rms_norm_eps
         d.mla_latent_norm_eps = config.mla_latent_norm_eps
         d.situ_beta = config.activation_situ_beta

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from k3session._core.decoder import Scratch
 from k3session._core.state import Owner
 from k3session.alive import Alive
 from k3session.errors import (
@@ -96,7 +95,7 @@ class SessionCore:
             self._decoder.timeline(LATENTS[latent], self._page_rows) if timeline is None else timeline
         )
         self._fixed_bytes = int(self._timeline.nbytes)  # without latent rows; a fork takes that of its parent
-        self._scratch: Any = Scratch(self._decoder, model.chunk_rows)
+        self._scratch: Any = self._decoder.scratch(model.chunk_rows)
         vocab = model.config.vocab_size
         self._vocab = vocab
         # A pass commits inside one call, and Ctrl-C may come right after it.  So what belongs to a position is
