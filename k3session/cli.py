@@ -24,9 +24,15 @@ __all__ = ["main"]
 _Command = Callable[[argparse.Namespace], int]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+def main(
+    argv: Sequence[str] | None = None, *, open_model: Callable[..., Any] | None = None
+) -> int:
+    """Run the command line and return its exit code.
+
+    ``open_model(folder, **options)`` opens models in place of `Model.open`.
+    """
     args = _parser().parse_args(argv)
+    args.open_model = open_model
     if args.verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stderr)
     try:
@@ -76,8 +82,10 @@ def _open(args: argparse.Namespace, folder: str | None) -> Any:
         "threads": args.threads,
         "weights": args.weights,
         "memory": getattr(args, "memory", None),
-        "progress": True,
     }
+    if args.open_model is not None and folder is not None:
+        return args.open_model(folder, **options)
+    options["progress"] = True
     return Model.open(**options) if folder is None else Model.open(folder, **options)
 
 

@@ -83,7 +83,9 @@ class Fingerprint:
         def one(name: str, digests: Iterable[str]) -> str:
             found = {digest for digest in digests if digest}
             if len(found) != 1:
-                raise ValueError(f"{name}: expected one digest, found {len(found)}: different weights, or none")
+                raise ValueError(
+                    f"{name}: expected one digest, found {len(found)}: different weights, or none"
+                )
             return found.pop()
 
         layers = [one(f"layer {i}", d) for i, d in enumerate(zip(*(p.layers for p in given), strict=True))]

@@ -60,6 +60,11 @@ class Model:
     A model is immutable: threads and sessions share it.  Close it when its sessions are closed, or use ``with``.
     """
 
+    #: The layers that it holds: (first, end), half open.
+    layers: tuple[int, int]
+    #: Where each component runs.
+    placement: dict[str, str]
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -105,11 +110,11 @@ class Model:
         self._fingerprint: Fingerprint | None = None
         self.config: K3Config = config
         self.path: Path = path
-        self.layers: tuple[int, int] = (0, config.num_hidden_layers)
+        self.layers = (0, config.num_hidden_layers)
         self.threads = threads
         self.isa = isa
         self.device = self.placement_label = "cpu"
-        self.placement: dict[str, str] = {}
+        self.placement = {}
         self.chunk_rows = CHUNK_ROWS
         self.prefill_precision = "exact"
         self.weights = "stored"
@@ -401,9 +406,7 @@ class Model:
         n = self.config.num_hidden_layers
         held = f"{n} layers" if end - first == n else f"layers {first} to {end - 1} of {n}"
         state = (
-            "closed"
-            if self.is_closed
-            else f"{held} on {self.device} ({self.isa}, {self.threads} threads)"
+            "closed" if self.is_closed else f"{held} on {self.device} ({self.isa}, {self.threads} threads)"
         )
         return f"<Model {self.path.name}: {state}>"
 

@@ -106,12 +106,8 @@ class Boundary:
         if len({s.session for s in parts}) != len(parts):
             raise ConfigError("a session is in the pass twice; expected each one once, with all its rows")
         if keep and len(parts) != 1:
-            raise ConfigError(
-                f"a pass that is committed in part has one session; found {len(parts)} of them"
-            )
-        return cls(
-            next(_numbers), parts, ids, wanted, keep, embeddings, None, (None,) * len(parts), None
-        )
+            raise ConfigError(f"a pass that is committed in part has one session; found {len(parts)} of them")
+        return cls(next(_numbers), parts, ids, wanted, keep, embeddings, None, (None,) * len(parts), None)
 
     @property
     def rows(self) -> int:
@@ -215,7 +211,12 @@ class Stage:
         self._add(new, self._timeline(name).earlier(position, arrays))
 
     def load(
-        self, name: Hashable, position: int, arrays: list[dict[str, Any]], latent: str = "fp32", page_rows: int = 64
+        self,
+        name: Hashable,
+        position: int,
+        arrays: list[dict[str, Any]],
+        latent: str = "fp32",
+        page_rows: int = 64,
     ) -> None:
         """Begin a session at a position, from the arrays of each layer of this stage, as snapshots have them."""
         timeline = self._decoder.timeline(LATENTS[latent], page_rows)
@@ -223,9 +224,12 @@ class Stage:
         self._add(name, timeline)
 
     def drop(self, *names: Hashable) -> None:
-        """Let go of sessions; those that are not there are none."""
+        """Let go of sessions, and of passes of theirs that were not committed; those that are not there are none."""
         for name in names:
             self._timelines.pop(name, None)
+        for number, held in list(self._held.items()):
+            if not held.sessions.isdisjoint(names):
+                self.abort(number)
 
     def position(self, name: Hashable) -> int:
         """Tokens that a session holds in this stage."""
@@ -314,9 +318,7 @@ class Stage:
             with self._lock:
                 self._running = None
         self._held[b.number] = _Held(scratch, names, b.keep)
-        found = tuple(
-            before or here for before, here in zip(b.bad, bad or (None,) * len(b.bad), strict=True)
-        )
+        found = tuple(before or here for before, here in zip(b.bad, bad or (None,) * len(b.bad), strict=True))
         return replace(b, embeddings=None, handed=out, bad=found, logits=logits)
 
     def commit(self, number: int, chosen: Sequence[bool] | None = None) -> None:
@@ -373,7 +375,9 @@ class Stage:
 
     def _timeline(self, name: Hashable) -> Any:
         if name not in self._timelines:
-            raise ClosedError(f"there is no session {name!r} in layers {self.layers}; begin it with session()")
+            raise ClosedError(
+                f"there is no session {name!r} in layers {self.layers}; begin it with session()"
+            )
         return self._timelines[name]
 
     def _waiting(self, number: int) -> _Held:

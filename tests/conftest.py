@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import device
@@ -13,6 +16,8 @@ import pytest
 from core_access import FULL
 
 import k3session as k3
+from k3session.pipeline import PipelineModel
+from k3session.presets import PRESETS
 from k3session.synth import synth
 
 device.prepare()  # before anything opens a driver
@@ -44,6 +49,18 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(nano: Path) -> Iterator[k3.Model]:
-    """The nano checkpoint, open on one thread; sessions that a test leaves open are closed with it."""
-    with k3.Model.open(nano, threads=1) as opened:
-        yield opened
+    """The nano checkpoint, open on one thread; sessions that a test leaves open are closed with it.
+
+    K3_TEST_STAGES=2,5 cuts it there into stages, to try tests of sessions over a pipeline.
+    """
+    cuts = [int(i) for i in os.environ.get("K3_TEST_STAGES", "").split(",") if i]
+    if not cuts:
+        with k3.Model.open(nano, threads=1) as opened:
+            yield opened
+        return
+    with contextlib.ExitStack() as stack:
+        bounds = [0, *cuts, PRESETS["nano"].num_hidden_layers]
+        parts = [
+            stack.enter_context(k3.Model.open(nano, threads=1, layers=pair)) for pair in pairwise(bounds)
+        ]
+        yield stack.enter_context(PipelineModel.of_stages(parts, micro_rows=1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""What a session finds in the place of a decoder, its scratch and its timeline, where the layers are in several stages.
+"""What a session finds in the place of a decoder, its scratch and its timeline, where the layers are in stages.
 
-The orders go to a `Line`.  A pass is run by all stages and then committed by all of them, or by none; a timeline here is
-the name that the stages know a session's state by, and the position, which is the same on all of them.
+The orders go to a `Line`.  A pass is run by all stages and then committed by all of them, or by none; a timeline here
+is the name that the stages know a session's state by, and the position, which is the same on all of them.
 """
 
 from __future__ import annotations
@@ -81,13 +81,12 @@ class ChainLayer:
 class ChainTimeline:
     """A session's state on all stages; the parts of `k3session._core.state.Timeline` that sessions use."""
 
-    def __init__(
-        self, decoder: ChainDecoder, name: _Name, position: int, bf16: bool, page_rows: int
-    ) -> None:
+    def __init__(self, decoder: ChainDecoder, name: _Name, position: int, bf16: bool, page_rows: int) -> None:
         self.weights = decoder
         self.bf16 = self.latent_dtype = bf16
         self.page_rows = page_rows
         self.position = position
+        self.kept: int | None = None  # a pass over it that is kept for `accept`
         self._name = name
 
     @property
@@ -232,7 +231,7 @@ class ChainDecoder:
         """One pass; see `k3session._core.decoder.Decoder.forward`."""
         if taps is not None:
             raise K3Error("inner values are not traced across stages: open the model in one process for that")
-        self._forget_kept(z)
+        self._forget_kept(z, timelines)
         wanted = "none" if logits is None else "every" if every_row else "last"
         parts = self._parts(timelines, counts, tokens, embeddings, wanted, keep)
         numbers = [b.number for b, _ in parts]
@@ -259,6 +258,7 @@ class ChainDecoder:
             bad = [name for result in results for name in result.bad]
             if keep:
                 if bad[0] is None:
+                    timelines[0].kept = numbers[0]
                     z.kept = numbers[0], timelines[0], counts[0]
                     done.append(True)
             else:
@@ -276,7 +276,8 @@ class ChainDecoder:
         number, timeline, _ = z.kept
         with self.line.lock:
             self.line.call("prepare", number, rows)
-            position = functools.partial(timeline.__dict__.update, position=timeline.position + rows)
+            after = timeline.position + rows
+            position = functools.partial(timeline.__dict__.update, position=after, kept=None)
             forget = functools.partial(z.__dict__.update, kept=None)
             together([*self.line.committing(number, None), position, forget])
             self.line.settled([number])
@@ -326,9 +327,7 @@ class ChainDecoder:
                 row += sum(counts[i:])
                 i = len(timelines)
             chosen = timelines[begin:i]
-            segments = [
-                Segment(t.name, t.position, n) for t, n in zip(chosen, counts[begin:i], strict=True)
-            ]
+            segments = [Segment(t.name, t.position, n) for t, n in zip(chosen, counts[begin:i], strict=True)]
             given = None if embeddings is None else np.ascontiguousarray(embeddings[start:row])
             boundary = Boundary.begin(
                 segments, tokens[start:row].copy(), wanted=wanted, keep=keep, embeddings=given
@@ -340,10 +339,17 @@ class ChainDecoder:
         if z.is_cancelled:
             raise PassCancelled("the pass was cancelled", timeline.position)
 
-    def _forget_kept(self, z: ChainScratch) -> None:
+    def _forget_kept(self, z: ChainScratch, timelines: Sequence[ChainTimeline]) -> None:
+        """A pass that was kept goes when the next one comes, in the same scratch or over the same timeline."""
+        gone = [t.kept for t in timelines if t.kept is not None]
         if z.kept is not None:
-            number, z.kept = z.kept[0], None
-            self.line.abort([number])
+            gone.append(z.kept[0])
+            z.kept[1].kept = None
+            z.kept = None
+        for timeline in timelines:
+            timeline.kept = None
+        if gone:
+            self.line.abort(gone)
 
 
 def together(calls: Sequence[Callable[[], Any]]) -> None:

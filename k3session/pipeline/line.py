@@ -64,6 +64,10 @@ class Line(Protocol):
         """Let go of a session some time soon; may be called by a destructor."""
         ...
 
+    def close(self) -> None:
+        """Let go of the stages; a second time is fine."""
+        ...
+
 
 class LocalLine:
     """Stages of one process, which run one after the other.

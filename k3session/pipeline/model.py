@@ -177,7 +177,9 @@ class PipelineModel(Model):
             raise ConfigError("there is no model; expected those of all layers")
         config = given[0].config
         line.ranges = check_ranges(line.ranges, config, len(given))
-        found = [{"fingerprint": m.fingerprint, "device": m.device, "label": m.placement_label} for m in given]
+        found = [
+            {"fingerprint": m.fingerprint, "device": m.device, "label": m.placement_label} for m in given
+        ]
         return cls(
             line,
             config,

@@ -32,7 +32,18 @@ log = logging.getLogger("k3session")
 
 #: What an order may name, beside the methods of a stage.
 _OWN = ("probe", "open", "save_part", "remove_parts")
-_STAGE = ("session", "share", "earlier", "load", "nbytes", "own_bytes", "array", "prepare", "step_bytes", "position")
+_STAGE = (
+    "session",
+    "share",
+    "earlier",
+    "load",
+    "nbytes",
+    "own_bytes",
+    "array",
+    "prepare",
+    "step_bytes",
+    "position",
+)
 #: Errors that leave a stage as it was; any other one ends the job.
 _HARMLESS = (K3Error, MemoryError)
 _PROBE_BYTES = 64 << 20
@@ -250,7 +261,9 @@ def _work(place: Place, post: Post, inbox: queue.SimpleQueue[Any]) -> None:
         if kind == "call":
             _, number, to, method, args = message
             if to is None or to == place.rank:
-                post.send(0, ("reply", number, *_answer(place, method, args[place.rank] if to is None else args)))
+                post.send(
+                    0, ("reply", number, *_answer(place, method, args[place.rank] if to is None else args))
+                )
         else:
             getattr(place, kind)(*message[1:])
 
