@@ -241,6 +241,19 @@ def _snapshot_diff(args: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
+def _snapshot_merge(args: argparse.Namespace) -> int:
+    from k3session.progress import Progress
+    from k3session.snapshot_parts import merge
+
+    progress = Progress(True)
+    try:
+        size = merge(args.file, args.out, args.part, progress=progress)
+    finally:
+        progress.close()
+    _say(args, {"file": args.out, "bytes": size}, lambda: [f"{args.out}: {_size(size)}"])
+    return 0
+
+
 def _bench(args: argparse.Namespace) -> int:
     from k3session.bench import measure
 
@@ -562,6 +575,10 @@ def _parser() -> argparse.ArgumentParser:
     q = command("diff", _snapshot_diff, "List what differs between two snapshots.", as_json, under=under)
     q.add_argument("file", metavar="FILE")
     q.add_argument("other", metavar="OTHER")
+    q = command("merge", _snapshot_merge, "Make one file of a snapshot in parts.", as_json, under=under)
+    q.add_argument("file", metavar="HEAD", help="the file that names the parts")
+    q.add_argument("part", metavar="PART", nargs="*", help="parts that do not lie beside it")
+    q.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write")
     return top
 
 

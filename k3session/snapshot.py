@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,24 +16,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from k3session.errors import SnapshotCorruptError, SnapshotError
+from k3session.errors import SnapshotCorruptError, SnapshotError, SnapshotMismatchError
 from k3session.fingerprint import Fingerprint
 from k3session.progress import Progress, ProgressArgument
 from k3session.snapshot_file import FORMAT_VERSION, Part, SnapshotReader, serialize, write_file
+from k3session.snapshot_parts import open_snapshot
 
 __all__ = [
+    "MARKS",
+    "Head",
     "LayerSnapshot",
     "MarkSnapshot",
     "Snapshot",
     "diff_files",
     "inspect_file",
+    "state_parts",
     "stated_marks",
     "verify_file",
 ]
 
 _ARRAYS = ("conv", "state", "latent")
 _FIXED = ("conv", "state")
-_MARKS = "x.marks."  # what an earlier reader passes over
+MARKS = "x.marks."  # what an earlier reader passes over
 
 
 def _same(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -86,7 +90,7 @@ class MarkSnapshot:
 
     def arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
         """The name in the file, and the array, of each tensor."""
-        start = f"{_MARKS}{self.position}."
+        start = f"{MARKS}{self.position}."
         if self.logits is not None:
             yield f"{start}logits", self.logits
         for i, layer in enumerate(self.layers):
@@ -179,8 +183,8 @@ class Snapshot:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Snapshot:
-        """Read a snapshot file; no model is needed."""
-        with SnapshotReader(path) as reader:
+        """Read a snapshot file, or the head of one in parts; no model is needed."""
+        with open_snapshot(path) as reader:
             return cls.from_reader(reader)
 
     @classmethod
@@ -219,6 +223,10 @@ class Snapshot:
         return cls(position, tokens, logits, held, reader.facts, read)
 
 
+#: The tokens and the logits of a snapshot, where it has them.
+Head = tuple[npt.NDArray[np.int32] | None, npt.NDArray[np.float32] | None]
+
+
 def head_parts(tokens: npt.NDArray[Any] | None, logits: npt.NDArray[Any] | None) -> list[Part]:
     """The parts that belong to no layer."""
     parts = []
@@ -226,6 +234,23 @@ def head_parts(tokens: npt.NDArray[Any] | None, logits: npt.NDArray[Any] | None)
         parts.append(Part("tokens", "I32", tokens.shape, lambda: tokens))
     if logits is not None:
         parts.append(Part("logits", "F32", logits.shape, lambda: logits))
+    return parts
+
+
+def state_parts(layers: Iterable[Any], position: int, start: str = "", *, fixed: bool = False) -> list[Part]:
+    """The tensors of layers' states at a position, each copied out when it is written.
+
+    So a save needs little memory beside the session's own.  With `fixed` those alone whose size does not grow with
+    the position, which are what a mark keeps.
+    """
+    parts = []
+    for layer in layers:
+        for name, (shape, dtype) in layer.shapes(position).items():
+            if not fixed or name in _FIXED:
+                kind = "BF16" if dtype == np.uint16 else "F32"
+                parts.append(
+                    Part(f"{start}layers.{layer.layer}.{name}", kind, shape, partial(layer.array, name))
+                )
     return parts
 
 
@@ -258,8 +283,8 @@ def stated_marks(reader: SnapshotReader) -> dict[int, tuple[str, dict[str, str]]
     if not found:
         return found
     for name in reader.tensors:
-        number, _, part = name.removeprefix(_MARKS).partition(".")
-        if name.startswith(_MARKS) and number.isdecimal() and int(number) in found:
+        number, _, part = name.removeprefix(MARKS).partition(".")
+        if name.startswith(MARKS) and number.isdecimal() and int(number) in found:
             found[int(number)][1][part] = name
     fixed = [f"layers.{i}.{n}" for i in range(count) for n in _FIXED if f"layers.{i}.{n}" in reader.tensors]
     for at, (_, parts) in found.items():
@@ -279,9 +304,21 @@ def check_meta(meta: Any) -> Any:
         raise SnapshotError(f"meta must be what JSON can hold: {problem}") from None
 
 
+def _opened(path: str | os.PathLike[str]) -> Any:
+    """A file, a head with its parts, or a part by itself."""
+    try:
+        return open_snapshot(path)
+    except SnapshotMismatchError:
+        reader = SnapshotReader(path)
+        if "part_of" in reader.facts:
+            return reader
+        reader.close()
+        raise
+
+
 def inspect_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What the header of a snapshot file says; reads no weights and no state, only the tokens."""
-    with SnapshotReader(path) as reader:
+    with _opened(path) as reader:
         facts = dict(reader.facts)
         tensors = {
             n: {"dtype": i.dtype, "shape": list(i.shape), "xxh3_128": reader.digests[n]}
@@ -296,7 +333,7 @@ def verify_file(path: str | os.PathLike[str], *, progress: ProgressArgument = Fa
     """Compare every tensor with its digest; SnapshotCorruptError names those that differ."""
     report = Progress(progress)
     try:
-        with SnapshotReader(path) as reader:
+        with _opened(path) as reader:
             bad = list(reader.altered(report))
             if bad:
                 raise SnapshotCorruptError(f"{reader.name}: altered: {', '.join(bad)}")
@@ -307,7 +344,7 @@ def verify_file(path: str | os.PathLike[str], *, progress: ProgressArgument = Fa
 
 def diff_files(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> dict[str, tuple[Any, Any]]:
     """Fields and tensors in which two snapshot files differ: name -> (in a, in b); tensors by digest."""
-    with SnapshotReader(a) as left, SnapshotReader(b) as right:
+    with _opened(a) as left, _opened(b) as right:
         sides: list[Mapping[str, Any]] = [
             {**_flat(r.facts), **{f"tensor {n}": (r.digests[n], list(i.shape)) for n, i in r.tensors.items()}}
             for r in (left, right)

@@ -273,6 +273,7 @@ class SnapshotReader:
 
     def _check(self, header: Header) -> None:
         self.tensors = header.tensors
+        self.header_digest = header.metadata.get("header_digest", "")
         self.size = header.file_size
         self._start = header.data_start
         metadata = header.metadata

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 import k3session as k3
-from k3session.pipeline import PipelineModel
+from k3session.pipeline import PipelineModel, PipelineSession
 
 
 def ids(n: int, seed: int) -> Any:
@@ -73,10 +73,10 @@ def bits(model: PipelineModel, folder: Path) -> Any:
 
 
 def goes_on(model: PipelineModel, folder: Path) -> Any:
-    """Take up what another cut has saved, step, and save it again."""
-    with k3.Session.load(model, folder / "saved.k3s") as s:
+    """Take up what another cut has saved, step, and save it again, each process its layers."""
+    with PipelineSession.load(model, folder / "saved.k3s") as s:
         seen = [s.resume, s.position, *(digest(s.step(int(t))) for t in ids(20, 11))]
-        s.save(folder / "saved.k3s")
+        s.save(folder / "saved.k3s", parts=True, marks=True)
     return seen
 
 
@@ -145,7 +145,7 @@ def endless(model: PipelineModel, folder: Path) -> Any:
     """Step and save until somebody ends it; a file of one's own says who the processes are."""
     pids = [p["pid"] for p in model._line.call("probe", 1)]
     path = folder / "last.k3s"
-    s = k3.Session.load(model, path) if path.exists() else model.session()
+    s = PipelineSession.load(model, path) if path.exists() else model.session()
     temporary = folder / "pids.tmp"
     temporary.write_text(json.dumps(pids))
     temporary.rename(folder / "pids")
@@ -153,7 +153,7 @@ def endless(model: PipelineModel, folder: Path) -> Any:
     while True:
         for _ in range(3):
             s.step(rng.randrange(97))
-        s.save(path)
+        s.save(path, parts=rng.random() < 0.5)
 
 
 def main(what: str, model_folder: str, folder: str, layers: str = "None", micro_rows: str = "16") -> None:

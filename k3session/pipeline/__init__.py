@@ -7,5 +7,6 @@ Needs the extra ``k3session[mpi]`` and an MPI library.  docs/pipeline.md shows h
 from k3session.pipeline.model import PipelineModel
 from k3session.pipeline.mpi_line import PipelineError
 from k3session.pipeline.place import serve
+from k3session.pipeline.session import PipelineSession
 
-__all__ = ["PipelineError", "PipelineModel", "serve"]
+__all__ = ["PipelineError", "PipelineModel", "PipelineSession", "serve"]

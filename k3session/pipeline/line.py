@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from k3session.errors import K3Error
+from k3session.pipeline.place import Place
 from k3session.stage import Boundary, Stage
 
 __all__ = ["Line", "LocalLine"]
@@ -82,6 +83,7 @@ class LocalLine:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = list(stages)
+        self._places = [Place.of_stage(stage) for stage in stages]
         self.ranges = [stage.layers for stage in stages]
         self.lock = threading.RLock()
         self._results: dict[int, Boundary | BaseException] = {}
@@ -115,13 +117,13 @@ class LocalLine:
         """Call a method of every stage, each with arguments of its own."""
         with self.lock:
             self._sweep()
-            return in_turn([(stage, method, a) for stage, a in zip(self.stages, args, strict=True)])
+            return in_turn([(place, method, a) for place, a in zip(self._places, args, strict=True)])
 
     def call_at(self, stage: int, method: str, *args: Any) -> Any:
         """Call a method of one stage."""
         with self.lock:
             self._sweep()
-            return getattr(self.stages[stage], method)(*args)
+            return self._places[stage].order(method, args)
 
     def committing(self, number: int, chosen: Sequence[bool] | None) -> list[Callable[[], Any]]:
         """What commits a pass on all stages."""
@@ -148,7 +150,7 @@ class LocalLine:
 
     def close(self) -> None:
         """Let go of the stages."""
-        self.stages = []
+        self.stages, self._places = [], []
 
     def _sweep(self) -> None:
         names = gathered(self._dropped)
@@ -165,14 +167,14 @@ def gathered(names: queue.SimpleQueue[int]) -> list[int]:
     return found
 
 
-def in_turn(calls: Iterable[tuple[Any, str, tuple[Any, ...]]]) -> list[Any]:
+def in_turn(calls: Iterable[tuple[Place, str, tuple[Any, ...]]]) -> list[Any]:
     """The results of calls that are all made; then the first error is raised."""
     results: list[Any] = []
     first: BaseException | None = None
     for target, method, args in calls:
         try:
-            results.append(getattr(target, method)(*args))
-        except (K3Error, MemoryError, ValueError) as error:
+            results.append(target.order(method, args))
+        except (K3Error, MemoryError, ValueError, OSError) as error:
             first = first or error
             results.append(None)
     if first is not None:

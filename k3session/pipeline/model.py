@@ -14,12 +14,14 @@ from k3session.accounting import inspect
 from k3session.config import K3Config
 from k3session.errors import ConfigError, SessionBusyError
 from k3session.fingerprint import Fingerprint
+from k3session.marks import Marks
 from k3session.model import Model
 from k3session.pipeline.chain import ChainDecoder
 from k3session.pipeline.line import Line, LocalLine
 from k3session.pipeline.mpi_line import MpiLine
 from k3session.pipeline.post import world
 from k3session.pipeline.ranges import check_ranges, choose, costs
+from k3session.pipeline.session import PipelineSession
 from k3session.problems import folder_error
 from k3session.stage import Stage
 
@@ -192,6 +194,12 @@ class PipelineModel(Model):
             prefill_precision=given[0].prefill_precision,
             micro_rows=micro_rows,
         )
+
+    def session(
+        self, *, capacity: int | None = None, latent: str = "fp32", marks: Marks | bool | None = None
+    ) -> PipelineSession:
+        """Return a new `PipelineSession` over this model; the parameters are those of `k3session.Session`."""
+        return PipelineSession(self, capacity=capacity, latent=latent, marks=marks)
 
     def close(self) -> None:
         """Let go of the layers in all processes; `serve` returns in the others.  Closing twice is fine.

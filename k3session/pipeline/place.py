@@ -24,6 +24,10 @@ from k3session import env
 from k3session._core import ops
 from k3session.errors import K3Error
 from k3session.pipeline.post import Post, world
+from k3session.progress import Progress
+from k3session.snapshot import MARKS, state_parts
+from k3session.snapshot_file import SnapshotReader, write_file
+from k3session.snapshot_parts import part_name, remove_parts
 from k3session.stage import Boundary, Stage
 
 __all__ = ["Place", "Remote", "packed", "serve", "unpacked"]
@@ -103,6 +107,13 @@ class Place:
         self.stage: Stage | None = None
         self.model: Any = None
 
+    @classmethod
+    def of_stage(cls, stage: Stage) -> Place:
+        """A place for a stage that is open already, and stays so."""
+        made = cls(0, 1)
+        made.stage = stage
+        return made
+
     # ------------------------------------------------------------------------------------------
     # orders
     # ------------------------------------------------------------------------------------------
@@ -145,6 +156,29 @@ class Place:
             "label": self.model.placement_label,
             "threads": self.model.threads,
         }
+
+    def save_part(
+        self, path: str, number: str, name: int, marks: list[tuple[int, int]], facts: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Write this process's layers of a session, and of its marks, beside the head `path`."""
+        stage = self._open_stage()
+        target = part_name(path, number, stage.layers)
+        parts = state_parts(stage.states(name), stage.position(name))
+        for position, mark in marks:
+            parts += state_parts(stage.states(mark), position, f"{MARKS}{position}.", fixed=True)
+        kept = ("k3session", "build", "fingerprint", "num_hidden_layers", "position", "latent", "weights")
+        said = {key: facts[key] for key in kept} | {
+            "layers": list(stage.layers),
+            "part_of": os.path.basename(path),
+        }
+        nbytes = write_file(target, parts, said, Progress())
+        with SnapshotReader(target) as reader:
+            digest = reader.header_digest
+        return {"file": target.name, "layers": list(stage.layers), "header_digest": digest, "bytes": nbytes}
+
+    def remove_parts(self, path: str, keep: list[str], only: list[str]) -> None:
+        """Remove parts of other saves of the head `path` from this machine."""
+        remove_parts(path, keep=keep, only=only)
 
     def _open_stage(self) -> Stage:
         if self.stage is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
@@ -22,15 +22,19 @@ from k3session.sampling import Sampling
 from k3session.saving import SaveJob
 from k3session.session.core import LATENTS, SessionCore
 from k3session.snapshot import (
+    MARKS,
+    Head,
     LayerSnapshot,
     MarkSnapshot,
     Snapshot,
     check_meta,
     head_parts,
+    state_parts,
     stated_marks,
     stated_size,
 )
 from k3session.snapshot_file import Part, SnapshotReader, write_file
+from k3session.snapshot_parts import open_snapshot
 
 if TYPE_CHECKING:
     from k3session.model import Model
@@ -43,6 +47,19 @@ def _write(path: str | os.PathLike[str], parts: list[Part], facts: dict[str, Any
         return write_file(path, parts, facts, report)
     finally:
         report.close()
+
+
+def _whole(
+    path: str | os.PathLike[str],
+    held: Any,
+    points: Sequence[Point],
+    head: Head,
+    facts: dict[str, Any],
+    report: Progress,
+) -> Callable[[], int]:
+    """What writes one file with the state of a timeline, which is the caller's to keep as it is until then."""
+    parts = head_parts(*head) + state_parts(held.layers, held.position) + mark_parts(points)
+    return functools.partial(_write, path, parts, facts, report)
 
 
 class Snapshots(SessionCore):
@@ -154,23 +171,27 @@ class Snapshots(SessionCore):
         SnapshotError
             No space, no folder, no permission: the message says which.
         """
-        report = Progress(progress)
+        return self._save(path, meta, include_tokens, marks, wait, Progress(progress), None)
+
+    def _save(
+        self,
+        path: str | os.PathLike[str],
+        meta: Any,
+        include_tokens: bool,
+        marks: bool,
+        wait: bool,
+        report: Progress,
+        writer: Callable[..., Callable[[], int]] | None,
+    ) -> int | SaveJob:
+        """Save as `writer` does, which is called as `_whole` is; None is that one."""
         with self._owner:
             try:
                 self._begin()
                 held = self._timeline if wait else self._timeline.share()
-                parts = head_parts(*self._head(include_tokens))
-                for i, layer in enumerate(held.layers):
-                    for name, (shape, dtype) in layer.shapes(held.position).items():
-                        # One array is copied out at a time: a save needs little memory beside the session's own.
-                        kind = "BF16" if dtype == np.uint16 else "F32"
-                        parts.append(
-                            Part(f"layers.{i}.{name}", kind, shape, functools.partial(layer.array, name))
-                        )
                 points = self._points_before() if marks else ()
-                parts += _mark_parts(points)
-                facts = self._facts(meta, include_tokens, points)
-                job = SaveJob(path, held.position, functools.partial(_write, path, parts, facts, report))
+                head, facts = self._head(include_tokens), self._facts(meta, include_tokens, points)
+                work = (writer or _whole)(path, held, points, head, facts, report)
+                job = SaveJob(path, held.position, work)
                 self._jobs = [
                     j for j in self._jobs if not j.done or j.failed_unseen or j is self._last_saved()
                 ]
@@ -201,7 +222,7 @@ class Snapshots(SessionCore):
         ------
         SnapshotError, SnapshotCorruptError, SnapshotMismatchError, CapacityError
         """
-        with SnapshotReader(path) as reader:
+        with open_snapshot(path) as reader:
             position, _ = stated_size(reader)
             latent = reader.facts.get("latent")
             known = isinstance(latent, str) and latent in LATENTS
@@ -405,18 +426,15 @@ def _mark_of(point: Point) -> MarkSnapshot:
     return MarkSnapshot(point.position, point.kind, row, tuple(LayerSnapshot(**d) for d in layers))
 
 
-def _mark_parts(points: Sequence[Point]) -> list[Part]:
+def mark_parts(points: Sequence[Point]) -> list[Part]:
     """The tensors of marks, each copied out when it is written."""
     parts = []
     for point in points:
-        start = f"x.marks.{point.position}."
+        start = f"{MARKS}{point.position}."
         row = point.row
         if row is not None:
             parts.append(Part(f"{start}logits", "F32", row.shape, functools.partial(np.asarray, row)))
-        for i, layer in enumerate(point.timeline.layers):
-            for name, (shape, _) in layer.shapes(point.position).items() if layer.is_kda else ():
-                get = functools.partial(layer.array, name)
-                parts.append(Part(f"{start}layers.{i}.{name}", "F32", shape, get))
+        parts += state_parts(point.timeline.layers, point.position, start, fixed=True)
     return parts
 
 
