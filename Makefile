@@ -10,7 +10,8 @@ TESTS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-device gpu-check soak style format bench bench-peers peers build wheel sanitize avx512-emulated clean
+.PHONY: help demo test test-device test-mpi examples gpu-check soak style format bench bench-peers peers build wheel \
+    sanitize avx512-emulated clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -27,13 +28,22 @@ DEVICE_TESTS := tests/test_ops_linear.py tests/test_ops_kda.py tests/test_ops_ml
 
 test-device: $(VENV)/.test  ## run the GPU's kernels and models on the emulator; DEVICE=gpu on a real one
 	K3_TEST_DEVICE=$(or $(DEVICE),emulator) $(RUN) -m pytest $(DEVICE_TESTS) $(TESTS)
+	K3_TEST_DEVICE=$(or $(DEVICE),emulator) $(RUN) -m pytest tests/test_stage.py -k "smallest or aborted or handed_over" $(TESTS)
 	$(if $(filter gpu,$(DEVICE)),,K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_cuda_check.py $(TESTS))
+
+test-mpi: $(VENV)/.mpi  ## run pipelines of 1 to 4 processes over MPI, and tests of sessions over stages
+	K3_TEST_MPI=require $(RUN) -m pytest tests/test_pipeline.py $(TESTS)
+	K3_TEST_STAGES=2,5 $(RUN) -m pytest tests/test_fork.py tests/test_rewind.py tests/test_snapshot.py tests/test_background_save.py
+
+examples: $(VENV)/.mpi  ## run all examples, those with Ray too where it can be installed
+	@$(PIP) install --quiet 'ray>=2.40' || echo "Ray cannot be installed here: its example says so and ends"
+	$(RUN) -m pytest tests/test_examples.py $(TESTS)
 
 gpu-check: $(VENV)/.test  ## check and time the kernels on this machine's GPU; writes benches/results/gpu.json
 	$(RUN) cuda/emulator/build.py
 	$(RUN) benches/gpu_check.py
 
-soak: $(VENV)/.test  ## run the tests with full counts (hours); writes tests/soak.txt
+soak: $(VENV)/.mpi  ## run the tests with full counts (hours); writes tests/soak.txt
 	@mkdir -p build
 	K3_SOAK=1 $(RUN) -m pytest -m "" --durations=20 | tee build/soak.txt
 	{ date -u +%Y-%m-%d; $(RUN) -c 'import platform; print(platform.machine(), "Python", platform.python_version())'; \
@@ -107,6 +117,10 @@ $(VENV)/.built: $(SOURCES) pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.test: $(VENV)/.built
 	$(call requirements,test) | $(PIP) install --quiet --requirement /dev/stdin
+	@touch $@
+
+$(VENV)/.mpi: $(VENV)/.test
+	$(call requirements,test-mpi) | $(PIP) install --quiet --requirement /dev/stdin
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test

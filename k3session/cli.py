@@ -576,7 +576,7 @@ def _parser() -> argparse.ArgumentParser:
     q.add_argument("file", metavar="FILE")
     q.add_argument("other", metavar="OTHER")
     q = command("merge", _snapshot_merge, "Make one file of a snapshot in parts.", as_json, under=under)
-    q.add_argument("file", metavar="HEAD", help="the file that names the parts")
+    q.add_argument("file", metavar="FILE", help="the file that names the parts")
     q.add_argument("part", metavar="PART", nargs="*", help="parts that do not lie beside it")
     q.add_argument("-o", "--out", metavar="FILE", required=True, help="the file to write")
     return top

@@ -118,7 +118,7 @@ def test_damage_is_found(cut: PipelineModel, model: k3.Model, tmp_path: Path) ->
     mine[2].write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(k3.SnapshotCorruptError, match=r"does not match its digest"):
         k3.Session.load(model, head)
-    with pytest.raises(k3.SnapshotCorruptError, match="altered: layers.6"):
+    with pytest.raises(k3.SnapshotCorruptError, match=r"altered: layers\.6"):
         verify_file(head)
     mine[2].write_bytes(good[:-100])
     with pytest.raises(k3.SnapshotCorruptError):
