@@ -159,7 +159,7 @@ class Stage:
     ...     for stage in stages:
     ...         stage.commit(at.number)
     ...     at.logits.shape, [stage.position("s") for stage in stages]
-    ((1, 159), [3, 3])
+    ((1, 1280), [3, 3])
     """
 
     def __init__(self, model: Model) -> None:
