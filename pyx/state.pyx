@@ -10,6 +10,8 @@ a page the first one to go on writes behind the rows that are there, and the oth
 
 cimport cython
 
+from functools import partial
+
 import numpy as np
 
 from libc.stdint cimport int64_t, uintptr_t
@@ -366,6 +368,14 @@ cdef class Timeline:
         self.position = other.position
         for i in range(self.weights.dims.num_hidden_layers):
             self.seen[i] = other.seen[i]
+
+    def becoming(self, Timeline other not None):
+        """`become` as a call still to be made; where state is elsewhere, all of it that takes time has then been done."""
+        return partial(self.become, other)
+
+    def replacing(self, int64_t position, list arrays):
+        """`replace` as a call still to be made."""
+        return partial(self.replace, position, arrays)
 
     def earlier(self, int64_t position, list arrays not None) -> Timeline:
         """Another timeline, at an earlier position of this one: it shares the latent rows up to there.

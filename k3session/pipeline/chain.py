@@ -117,11 +117,13 @@ class ChainTimeline:
 
     def become(self, other: ChainTimeline) -> None:
         """Stand where `other` stands, sharing its state."""
-        if other is self:
-            return
+        self.becoming(other)()
+
+    def becoming(self, other: ChainTimeline) -> Callable[[], None]:
+        """`become`, of which all has been done but a compiled call."""
         if other.weights is not self.weights or other.bf16 != self.bf16:
             raise ValueError("only timelines of one model, with latent rows of one kind, can share state")
-        self._be(other.share())
+        return self._being(other.share())
 
     def earlier(self, position: int, arrays: list[dict[str, npt.NDArray[Any]]]) -> ChainTimeline:
         """Another timeline, at an earlier position of this one, with the recurrent states that are given."""
@@ -131,16 +133,20 @@ class ChainTimeline:
 
     def replace(self, position: int, arrays: list[dict[str, npt.NDArray[Any]]]) -> None:
         """Set all layers at once; nothing has changed where that fails."""
+        self.replacing(position, arrays)()
+
+    def replacing(self, position: int, arrays: list[dict[str, npt.NDArray[Any]]]) -> Callable[[], None]:
+        """`replace`, of which all has been done but a compiled call."""
         name, line = self.weights.new_name(), self.weights.line
         latent = _LATENTS[self.bf16]
         line.call_each(
             "load", [(name.value, position, arrays[a:b], latent, self.page_rows) for a, b in line.ranges]
         )
-        self._be(ChainTimeline(self.weights, name, position, self.bf16, self.page_rows))
+        return self._being(ChainTimeline(self.weights, name, position, self.bf16, self.page_rows))
 
-    def _be(self, new: ChainTimeline) -> None:
+    def _being(self, new: ChainTimeline) -> Callable[[], None]:
         """Name and position change in one call: Ctrl-C comes before it or after it."""
-        self.__dict__.update(_name=new._name, position=new.position)
+        return functools.partial(self.__dict__.update, _name=new._name, position=new.position, kept=None)
 
 
 class ChainScratch:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 import time
 from collections.abc import Iterator, Sequence
@@ -423,7 +422,7 @@ class Branches(Snapshots):
             self._rows[spare][0] = row
             rows_at[spare] = n
         self._together(
-            functools.partial(self._timeline.become, work),
+            self._timeline.becoming(work),
             "going back",
             _ids=ids,
             _rows_at=rows_at,

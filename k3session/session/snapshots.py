@@ -322,15 +322,17 @@ class Snapshots(SessionCore):
             rows_at[spare] = position
         origin = _origin(snapshot, digests, exact)
         timeline, points = self._timeline, NO_POINTS
-        replace = functools.partial(timeline.replace, position, [layer.arrays() for layer in snapshot.layers])
+        arrays = [layer.arrays() for layer in snapshot.layers]
         if snapshot.marks and self._policy.is_on:
             # The marks share the latent rows of the session that they belong to, so that is made first.
             whole = self._decoder.timeline(LATENTS[self._latent], timeline.page_rows)
-            whole.replace(*replace.args)
-            replace = functools.partial(timeline.become, whole)
+            whole.replace(position, arrays)
+            move = timeline.becoming(whole)
             points = self._points_of(snapshot, name, whole, ids=ids, digests=digests, origin=origin)
+        else:
+            move = timeline.replacing(position, arrays)
         self._together(
-            replace,
+            move,
             "a restore",
             _ids=ids,
             _rows_at=rows_at,
@@ -346,9 +348,9 @@ class Snapshots(SessionCore):
         if self._policy.is_on and position > 0:
             self._keep_point("load")
 
-    def _together(self, move: functools.partial[None], what: str, **fields: Any) -> None:
+    def _together(self, move: Callable[[], Any], what: str, **fields: Any) -> None:
         """Move the timeline and set these fields, both or neither."""
-        become: functools.partial[None] = functools.partial(self.__dict__.update, fields)
+        become: Callable[[], Any] = functools.partial(self.__dict__.update, fields)
         # Ctrl-C acts after a call: as one call, the two are done together, or neither is where the first one fails.
         # In the midst of it the session is failed, which is what the child of a fork finds that comes just then.
         both = map(operator.call, (move, become))
