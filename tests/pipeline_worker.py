@@ -121,6 +121,11 @@ def small_error(model: PipelineModel, folder: Path) -> Any:
             model._line.finish(bad.number)
         except k3.ClosedError as error:
             said.append(str(error))
+        for options in ({}, {"memoory": 1}):
+            try:
+                PipelineModel.open(folder, **options)
+            except (k3.ConfigError, TypeError) as error:
+                said.append(str(error))
         return [*said, s.position, digest(s.step(4))]
 
 

@@ -368,6 +368,13 @@ def test_a_cancel_reaches_every_stage(nano: Path, monkeypatch: pytest.MonkeyPatc
         assert np.array_equal(s.step(5), t.step(5))
 
 
+def test_inner_values_are_not_traced(nano: Path) -> None:
+    with opened(nano, [3]) as cut, cut.session() as s:
+        with pytest.raises(k3.K3Error, match="not traced across them"), s.trace():
+            pass
+        assert s.step(1).shape == (97,)
+
+
 def test_drafts_that_are_left_are_forgotten(nano: Path) -> None:
     with opened(nano, [3]) as cut, cut.session() as s, cut.session() as t:
         stage = cut._line.stages[1]

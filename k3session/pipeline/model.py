@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +112,27 @@ class PipelineModel(Model):
         Raises
         ------
         ConfigError
-            The ranges do not fit, or the processes have different builds or instruction sets, which would not give
+            The ranges do not fit, a pipeline is open already, or the processes have different builds or instruction sets, which would not give
             the bits of one process.
         CheckpointError, DeviceError
             What a process found when it opened its layers.
         PipelineError
             A process has failed.
+        TypeError
+            An option that `Model.open` does not have.
         ImportError
             No MPI.
         """
+        known = set(signature(Model.open).parameters) - {"path", "layers", "threads", "progress"}
+        if not known.issuperset(options):
+            raise TypeError(
+                f"PipelineModel.open has no option {', '.join(sorted(set(options) - known))}; beside its own it takes "
+                f"{', '.join(sorted(known))}"
+            )
+        if MpiLine.opened:
+            raise ConfigError(
+                "a pipeline is open in this process already, and the others are in its service; close it first"
+            )
         comm = world() if comm is None else comm
         if comm.Get_rank() != 0:
             raise ConfigError(

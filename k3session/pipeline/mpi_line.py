@@ -30,6 +30,9 @@ class MpiLine:
     Any thread may give orders.  Those of one order come together everywhere: see `Line`.
     """
 
+    #: Whether there is one in this process; another would wait for processes that serve this one.
+    opened = False
+
     def __init__(self, comm: Any) -> None:
         self.lock = threading.RLock()
         self.ranges: list[tuple[int, int]] = []
@@ -43,6 +46,7 @@ class MpiLine:
         self._closed = False
         self._post = Post(comm, self._deliver, self._broken)
         self.size = self._post.size
+        MpiLine.opened = True
 
     # ------------------------------------------------------------------------------------------
     # orders
@@ -136,6 +140,7 @@ class MpiLine:
             return
         with self.lock:
             self._closed = True
+            MpiLine.opened = False
             if self._lost is None:
                 self._tell("end")
             self._place.close()
@@ -173,7 +178,7 @@ class MpiLine:
             wanted = self.size if to is None else 1
             replies: dict[int, tuple[bool, Any]] = {}
             self._calls[number] = future, replies, wanted
-            self._tell("call", number, to, method, args)
+            self._tell("call", number, to, method, args if to is not None else [None, *args[1:]])
             if to is None:
                 # The others work at it at the same time, as when each opens its part of the model.
                 try:

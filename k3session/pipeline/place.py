@@ -129,7 +129,7 @@ class Place:
     def probe(self, threads: int | None) -> dict[str, Any]:
         """What this process could do: bytes per second that it reads from memory, and its instruction sets."""
         count = env.default_threads() if threads is None else threads
-        block = np.zeros(_PROBE_BYTES // 8, np.float64)
+        block = np.ones(_PROBE_BYTES // 8, np.float64)  # written: pages that never were are one and the same
         at = block.__array_interface__["data"][0]
         best = 0.0
         for _ in range(3):
@@ -288,16 +288,18 @@ def _work(place: Place, post: Post, inbox: queue.SimpleQueue[Any]) -> None:
         if kind == "lost":
             log.error("%s", message[1])
             continue
+        mine = message
+        if kind == "call" and message[2] is None:  # what is for this process alone goes no further
+            mine = (*message[:4], message[4][place.rank])
+            message[4][place.rank] = None
         if behind:
             post.send(behind, message)
         if kind == "end":
             return
         if kind == "call":
-            _, number, to, method, args = message
+            _, number, to, method, args = mine
             if to is None or to == place.rank:
-                post.send(
-                    0, ("reply", number, *_answer(place, method, args[place.rank] if to is None else args))
-                )
+                post.send(0, ("reply", number, *_answer(place, method, args)))
         else:
             getattr(place, kind)(*message[1:])
 

@@ -50,6 +50,19 @@ class PipelineSession(Session):
         how = self._in_parts if parts else None
         return self._save(path, meta, include_tokens, marks, wait, Progress(progress), how)
 
+    def trace(self, layers: Any = None, what: Any = None) -> Any:
+        """Not here: inner values do not cross from process to process.
+
+        Raises
+        ------
+        K3Error
+            Always.
+        """
+        raise K3Error(
+            f"{self.name} is over several stages, and inner values are not traced across them; open the model in one "
+            "process for that"
+        )
+
     def _in_parts(
         self,
         path: str | os.PathLike[str],
