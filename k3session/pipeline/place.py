@@ -51,6 +51,8 @@ _STAGE = (
 #: Errors that leave a stage as it was; any other one ends the job.
 _HARMLESS = (K3Error, MemoryError)
 _PROBE_BYTES = 64 << 20
+#: Seconds that the others have, once they were told of a failure, before the job ends.
+_GRACE = 2.0
 
 
 class Remote:
@@ -321,4 +323,5 @@ def _give_up(post: Post, problem: BaseException) -> None:
     sys.stderr.write(f"k3session.pipeline: {text}\n")
     sys.stderr.flush()
     post.close()
+    time.sleep(_GRACE)
     post.abort(1)
