@@ -24,9 +24,7 @@ __all__ = ["main"]
 _Command = Callable[[argparse.Namespace], int]
 
 
-def main(
-    argv: Sequence[str] | None = None, *, open_model: Callable[..., Any] | None = None
-) -> int:
+def main(argv: Sequence[str] | None = None, *, open_model: Callable[..., Any] | None = None) -> int:
     """Run the command line and return its exit code.
 
     ``open_model(folder, **options)`` opens models in place of `Model.open`.

@@ -85,7 +85,7 @@ class Model:
         ops.hold_pool()
         self._pool = weakref.finalize(self, ops.release_pool)
         self._pool.atexit = False  # at exit the threads go with the process
-        self._engine = Engine(
+        self._engine: Engine | None = Engine(
             self._weights, wanted, threads, isa, report or None, checkpoint=checkpoint, memory=memory
         )
         self._ready(self._engine.decoder, checkpoint.config, checkpoint.path, threads, isa)
@@ -227,7 +227,7 @@ class Model:
         ...     round(8 * model.recoded["bytes"] / model.recoded["weights"], 1)
         12.5
         """
-        return self._engine.recoded
+        return None if self._engine is None else self._engine.recoded
 
     def session(
         self, *, capacity: int | None = None, latent: str = "fp32", marks: Marks | bool | None = None
@@ -330,7 +330,7 @@ class Model:
     @property
     def memory(self) -> MemoryPlan | None:
         """How the budget that the model was opened with was divided; None without one."""
-        return self._engine.plan
+        return None if self._engine is None else self._engine.plan
 
     @property
     def bytes_per_token(self) -> int:
@@ -378,7 +378,8 @@ class Model:
             checkpoint, self._checkpoint = self._checkpoint, None
             self._weights = self._decoder = self._batch_scratch = None
             engine = self._engine
-        engine.close()
+        if engine is not None:
+            engine.close()
         if checkpoint is not None:
             checkpoint.close()
         self._pool()

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from k3session.errors import ClosedError, ConfigError, K3Error
-from k3session.memory import CHUNK_ROWS
 from k3session.session.core import LATENTS
 
 if TYPE_CHECKING:
@@ -392,4 +391,4 @@ class Stage:
             if room == 1 if segments == 1 else room >= segments:
                 return self._free.pop(i)
         rooms = 1 if segments == 1 else max(2, 1 << (segments - 1).bit_length())
-        return self._decoder.scratch(CHUNK_ROWS, rooms)
+        return self._decoder.scratch(self._model.chunk_rows, rooms)

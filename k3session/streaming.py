@@ -34,9 +34,9 @@ def chunk_rows(config: K3Config, memory: int) -> int:
     return rows
 
 
-def session_bytes(config: K3Config, memory: int) -> int:
+def session_bytes(config: K3Config, memory: int, layers: tuple[int, int] | None = None) -> int:
     """Bytes of one session within a budget: its state twice, its scratch, and `CONTEXT` tokens."""
-    sizes = memory_estimate(config, 0, chunk_rows(config, memory))
+    sizes = memory_estimate(config, 0, chunk_rows(config, memory), layers)
     latent = sizes["latent_per_token_fp32"] * min(CONTEXT, config.max_position_embeddings)
     state = sizes["state_per_session"] + sizes["state_alternate"]
     return state + sizes["scratch"] + latent + 12 * config.vocab_size
@@ -44,14 +44,14 @@ def session_bytes(config: K3Config, memory: int) -> int:
 
 def _need(checkpoint: Checkpoint, steps: list[tuple[int, int, bool, int, int]], placement: Placement) -> Need:
     config = checkpoint.config
-    moe = [i for i in range(config.num_hidden_layers) if config.is_moe(i)]
+    moe = [i for i in range(*checkpoint.layers) if config.is_moe(i)]
     expert = 0
     if moe and "experts" not in placement.parts:
         at = f"model.layers.{moe[0]}.block_sparse_moe.experts.0."
         expert = sum(checkpoint.info(name).nbytes for name in checkpoint.names if name.startswith(at))
     trunk = [Step(rows, width, 2 if other else 1, whole) for _, other, whole, rows, width in steps]
     weights = sum(step.nbytes for step in trunk) + expert * config.num_experts * len(moe)
-    if "trunk" not in placement.parts:
+    if "trunk" not in placement.parts and checkpoint.layers[0] == 0:
         weights += checkpoint.info("model.embed_tokens.weight").nbytes
     return Need(trunk, weights, expert, config.num_experts, len(moe), config.num_experts_per_token)
 
@@ -88,16 +88,16 @@ def open_streamer(
     limits = budget.LIMITS
     steps = decoder.reading_order()
     need = _need(checkpoint, steps, placement)
-    plan = budget.divide(
-        memory, budget.process_bytes(), session_bytes(checkpoint.config, memory), need, limits
-    )
+    session = session_bytes(checkpoint.config, memory, checkpoint.layers)
+    plan = budget.divide(memory, budget.process_bytes(), session, need, limits)
     if plan.mapped:
         return None, plan
     blocks: list[tuple[int, int, int, int]] = []
     rooms: list[int] = []
     head = -1
+    headed = "trunk" not in placement.parts and checkpoint.layers[1] == checkpoint.config.num_hidden_layers
     for i, ((one, other, _, _, width), step) in enumerate(zip(steps, need.steps, strict=True)):
-        if i == len(steps) - 1 and "trunk" not in placement.parts:
+        if i == len(steps) - 1 and headed:
             head = len(blocks)
         for first, rows in budget.cut(step, plan.block):
             blocks.append((one, other, first, rows))

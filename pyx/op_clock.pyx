@@ -431,7 +431,7 @@ def _places(Weights weights not None) -> dict:
     put(EMBED, 0, "attn_res", "embed_tokens", -1)
     put(FINITE, 0, "attn_res", "embed_tokens", -1)
     put(MLA_ROPE, 0, "mla", "", -1)
-    for i in range(weights.dims.num_hidden_layers):
+    for i in range(weights.first, weights.end):
         L = &weights.tables.layers[i]
         j = L.mixer_index
         put(ATTN_RES, <int64_t>L.self_attention_res, "attn_res", "self_attention_res", i)

@@ -70,7 +70,7 @@ cdef list _trunk(Weights weights, bint router):
     cdef int64_t i
     cdef k3_layer* L
     found = []
-    for i in range(weights.dims.num_hidden_layers):
+    for i in range(weights.first, weights.end):
         L = &weights.tables.layers[i]
         attn, moe = f"model.layers.{i}.self_attn.", f"model.layers.{i}.block_sparse_moe."
         mlp = f"{moe}shared_experts." if L.is_moe else f"model.layers.{i}.mlp."

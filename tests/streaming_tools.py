@@ -27,6 +27,7 @@ def opened(
     threads: int = 1,
     memory: str = "2MiB",
     placement: dict[str, str] | None = None,
+    layers: tuple[int, int] | None = None,
     **limits: Any,
 ) -> Iterator[k3.Model]:
     """A model that streams: `share` of the trunk stays, in blocks of `block` bytes; `slots` experts have room.
@@ -56,6 +57,7 @@ def opened(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "divide", divide)
         patch.setattr(budget, "LIMITS", replace(budget.LIMITS, chunk=chunk, **limits))
-        model = k3.Model.open(path, memory=memory, threads=threads, **(placement or {"device": "cpu"}))
+        where: dict[str, Any] = {"layers": layers, **(placement or {"device": "cpu"})}
+        model = k3.Model.open(path, memory=memory, threads=threads, **where)
     with model:
         yield model

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import streaming_tools
 from checkpoint_tools import Raw, Tensors, changed, floats, load, write_file
 from session_tools import contents, prompt, same, same_sessions, step_all, unchanged
 
@@ -169,6 +170,36 @@ def test_threads_take_turns(nano: Path, model: k3.Model) -> None:
             with model.session() as s:
                 s.prefill(prompt(20, i))
                 assert np.array_equal(step_all(s, prompt(30, i + 100)), found[i])
+
+
+@pytest.mark.parametrize("mode", ["compact", "q8"])
+def test_stages_with_weights_that_are_recoded(nano: Path, mode: str) -> None:
+    with ExitStack() as stack:
+        whole = stack.enter_context(k3.Model.open(nano, device="cpu", threads=1, weights=mode))
+        parts = [
+            stack.enter_context(k3.Model.open(nano, device="cpu", threads=1, weights=mode, layers=p))
+            for p in pairwise([0, 2, 5, LAYERS])
+        ]
+        cut = stack.enter_context(PipelineModel.of_stages(parts))
+        with whole.session() as a, cut.session() as b:
+            assert np.array_equal(a.prefill(prompt(20)), b.prefill(prompt(20)))
+            assert np.array_equal(step_all(a, prompt(5, 1)), step_all(b, prompt(5, 1)))
+            same_sessions(b, a)
+
+
+def test_stages_that_read_their_weights_from_disk(nano: Path, model: k3.Model) -> None:
+    with ExitStack() as stack:
+        parts = [
+            stack.enter_context(streaming_tools.opened(nano, share=share, layers=p))
+            for p, share in zip(pairwise([0, 2, 5, LAYERS]), (0.0, 0.5, 0.0), strict=True)
+        ]
+        cut = stack.enter_context(PipelineModel.of_stages(parts))
+        with model.session() as a, cut.session() as b:
+            assert np.array_equal(a.prefill(prompt(20)), b.prefill(prompt(20)))
+            assert np.array_equal(step_all(a, prompt(5, 1)), step_all(b, prompt(5, 1)))
+            with a.verify([1, 2, 3]) as c, b.verify([1, 2, 3]) as d:
+                assert np.array_equal(c.accept(2), d.accept(2))
+            assert cut.stats.disk_bytes == 0 and all(part.memory is not None for part in parts)
 
 
 # A pass counts on all stages or on none.
@@ -371,6 +402,8 @@ def test_a_cancel_reaches_every_stage(nano: Path, monkeypatch: pytest.MonkeyPatc
 def test_inner_values_are_not_traced(nano: Path) -> None:
     with opened(nano, [3]) as cut, cut.session() as s:
         with pytest.raises(k3.K3Error, match="not traced across them"), s.trace():
+            pass
+        with pytest.raises(k3.K3Error, match="not timed across them"), s.timed():
             pass
         assert s.step(1).shape == (97,)
 

@@ -165,6 +165,9 @@ class ChainScratch:
         self.is_cancelled = True
         self.decoder.line.cancel(list(self.running))
 
+    def streamed(self, take: bool = False) -> None:
+        """What was read from disk is counted by each stage for itself, and not here."""
+
     def clear_cancel(self) -> None:
         """Forget an earlier cancel()."""
         self.is_cancelled = False

@@ -65,12 +65,15 @@ class PipelineModel(Model):
         device: str = "cpu",
         label: str = "cpu",
         prefill_precision: str = "exact",
+        weights: str = "stored",
         micro_rows: int = MICRO_ROWS,
     ) -> None:
         decoder = ChainDecoder(line, config, micro_rows)
         self._line: Any = line
         self._ready(decoder, config, path, threads, isa)
         self._weights = decoder
+        self._engine = None
+        self.weights = weights
         self._fingerprint = fingerprint
         self.ranges = list(line.ranges)
         self.device, self.placement_label, self.prefill_precision = device, label, prefill_precision
@@ -162,6 +165,7 @@ class PipelineModel(Model):
                 device=_common(found, "device"),
                 label=_common(found, "label"),
                 prefill_precision=str(options.get("prefill_precision", "exact")),
+                weights=str(options.get("weights", "stored")),
                 micro_rows=micro_rows,
             )
         except BaseException:
@@ -205,6 +209,7 @@ class PipelineModel(Model):
             device=_common(found, "device"),
             label=_common(found, "label"),
             prefill_precision=given[0].prefill_precision,
+            weights=given[0].weights,
             micro_rows=micro_rows,
         )
 

@@ -63,6 +63,19 @@ class PipelineSession(Session):
             "process for that"
         )
 
+    def timed(self) -> Any:
+        """Not here: each stage has ops of its own.
+
+        Raises
+        ------
+        K3Error
+            Always.
+        """
+        raise K3Error(
+            f"{self.name} is over several stages, and ops are not timed across them; open the model in one process for "
+            "that"
+        )
+
     def _in_parts(
         self,
         path: str | os.PathLike[str],
