@@ -201,7 +201,7 @@ class Model:
         budget = read_memory(memory)
         if budget is not None and weights != "stored":
             raise ConfigError(
-                f'weights="{weights}" recodes the trunk into memory, which memory= leaves in its files; expected one of them'
+                f'weights="{weights}" recodes the trunk into memory, where memory= leaves it on disk; drop one of them'
             )
         isa = env.instruction_set(ops.best_isa(), ops.ISAS)
         checkpoint = Checkpoint.open(path, layers=layers, progress=progress)
@@ -225,7 +225,7 @@ class Model:
         >>> import k3session as k3
         >>> with k3.Model.open(weights="compact") as model:
         ...     round(8 * model.recoded["bytes"] / model.recoded["weights"], 1)
-        12.5
+        12.3
         """
         return None if self._engine is None else self._engine.recoded
 

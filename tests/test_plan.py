@@ -171,7 +171,7 @@ def sparse(folder: Path, config: K3Config, shards: int) -> Path:
 
 @pytest.mark.parametrize("experts", [28, pytest.param(896, marks=pytest.mark.soak)])
 def test_the_released_model_is_planned_from_its_headers(tmp_path: Path, experts: int) -> None:
-    """Its 96 files and widths, over files that hold nothing; with all its experts, half a million tensors and 1.56 TB."""
+    """Its 96 files and widths, over files that hold nothing; with all experts, half a million tensors and 1.56 TB."""
     released = sparse(tmp_path / "K3", replace(PRESETS["k3"], num_experts=experts), 96)
     assert sum(f.stat().st_blocks for f in released.iterdir()) * 512 < 200 * MIB
     headers = plan.survey(released)

@@ -115,8 +115,8 @@ class PipelineModel(Model):
         Raises
         ------
         ConfigError
-            The ranges do not fit, a pipeline is open already, or the processes have different builds or instruction sets, which would not give
-            the bits of one process.
+            The ranges do not fit, a pipeline is open already, or the processes have different builds or instruction
+            sets, which would not give the bits of one process.
         CheckpointError, DeviceError
             What a process found when it opened its layers.
         PipelineError
