@@ -85,6 +85,16 @@ def reached() -> str:
     return _markdown(["`mid` unless said", "goal", "reached", "middle half", ""], rows)
 
 
+def exactness() -> str:
+    """What the forms of the weights do to results."""
+    found: dict[str, dict[str, str]] = {}
+    for r in _read("peers.csv"):
+        if r["case"] == "exactness" and r["label"].startswith("k3 "):
+            found.setdefault(r["label"].removeprefix("k3 "), {})[r["unit"]] = r["value"]
+    units = list(dict.fromkeys(unit for values in found.values() for unit in values))
+    return _markdown(["weights", *units], [[n, *(v.get(u, "") for u in units)] for n, v in found.items()])
+
+
 def latencies() -> str:
     """Latencies of `make bench`."""
     rows = {r["name"]: r for r in _read("bench.csv")}
@@ -141,7 +151,7 @@ def roofline(weights: str = "stored") -> str:
 #: Page -> name -> what makes the table.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"machine": machine, "rates": rates, "reached": reached, "latencies": latencies},
-    "docs/performance.md": {"roofline": roofline},
+    "docs/performance.md": {"roofline": roofline, "exactness": exactness},
 }
 
 
