@@ -127,9 +127,43 @@ inline void dot_rows<K3_MXFP4, 4, 1>(const k3_matrix* w, int64_t row, const floa
 }
 #endif
 
+// The same for weights that lie one after the other, with nothing beside them: short rows cost no more than their columns.
+template <int DT, int N> static inline void dot_plain(const k3_matrix* w, int64_t row, const float* x, float* y) {
+    const int64_t cols = w->cols, groups = cols / 32;
+    const v_table table = table_of<DT>(w);
+    Row r[N];
+    vf acc[N];
+    for (int n = 0; n < N; ++n) {
+        r[n].data = (const char*)w->data + (row + n) * w->pitch;
+        acc[n] = vf(0.0f);
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+        const vf xa = v_load(x + g * 32), xb = v_load(x + g * 32 + 16);
+        for (int n = 0; n < N; ++n) {
+            vf a, b;
+            load_group<DT>(r[n], table, g, a, b);
+            acc[n] = m_fma(b, xb, m_fma(a, xa, acc[n]));
+        }
+    }
+    if (cols % 32) {
+        const vf xa = v_load(x + groups * 32), xb = v_load(x + groups * 32 + 16);
+        for (int n = 0; n < N; ++n) {
+            vf a, b;
+            load_any<DT>(r[n], table, groups, cols % 32, a, b);
+            acc[n] = m_fma(b, xb, m_fma(a, xa, acc[n]));
+        }
+    }
+    for (int n = 0; n < N; ++n) y[n] = v_sum(acc[n]);
+}
+
 template <int DT, int N, int M>
 static inline void dot_few(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y) {
     int64_t r = r0;
+    if (M == 1 && (DT == K3_BF16 || DT == K3_F32)) {
+        for (; r + N <= r1; r += N) dot_plain<DT, N>(w, r, x[0], y[0] + (r - r0));
+        for (; r < r1; ++r) dot_plain<DT, 1>(w, r, x[0], y[0] + (r - r0));
+        return;
+    }
     for (; r + N <= r1; r += N) dot_rows<DT, N, M>(w, r, x, y, r - r0);
     for (; r < r1; ++r) dot_rows<DT, 1, M>(w, r, x, y, r - r0);
 }
