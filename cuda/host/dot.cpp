@@ -255,6 +255,7 @@ template <int DT>
 static inline void dot(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows) {
     if (rows == 1) return dot_few<DT, rows_together<DT>(), 1>(w, r0, r1, x, y);
     if (rows == 2) return dot_few<DT, 2, 2>(w, r0, r1, x, y);
+    if (rows == 3) return dot_few<DT, 2, 3>(w, r0, r1, x, y);
     for (int64_t m = 0; m < rows; m += ROWS) dot_strips<DT>(w, r0, r1, x + m, y + m, min64(ROWS, rows - m));
 }
 
