@@ -26,6 +26,15 @@ struct Stretch {
     int64_t bytes;
 };
 
+// A load of these parts, of which nothing has been read.
+void begin(k3_load* load, int parts) {
+    load->parts = parts;
+    load->part_at = load->flying = 0;
+    load->cut = 0;
+    load->failure.kind = K3_OK;
+    load->next = nullptr;
+}
+
 // The parts of a load for stretches of the mapping, packed from `to` on; neighbours in a file become one part.
 // Returns the memory that they take; with `load` NULL that is all it does.
 int64_t lay_out(const k3_file* files, int64_t n_files, Stretch* stretches, int n, char* to, k3_load* load) {
@@ -51,13 +60,7 @@ int64_t lay_out(const k3_file* files, int64_t n_files, Stretch* stretches, int n
         }
         room += up(need, K3_PAGE);
     }
-    if (load) {
-        load->parts = parts;
-        load->part_at = load->flying = 0;
-        load->cut = 0;
-        load->failure.kind = K3_OK;
-        load->next = nullptr;
-    }
+    if (load) begin(load, parts);
     return room;
 }
 
@@ -148,13 +151,7 @@ int64_t k3_lay_out_block(const k3_file* files, int64_t n_files, const k3_block* 
         if (load) load->part[parts] = part.part[0];
         room += more;
     }
-    if (load) {
-        load->parts = parts;
-        load->part_at = load->flying = 0;
-        load->cut = 0;
-        load->failure.kind = K3_OK;
-        load->next = nullptr;
-    }
+    if (load) begin(load, parts);
     return room;
 }
 
