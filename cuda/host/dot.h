@@ -2,8 +2,9 @@
 //
 // The dot products behind every weight matrix (dot.cpp), and how inputs are prepared for them.
 //
-// The inputs are prepared once per dispatch: split into even and odd columns where the weights are, and padded
-// with zeros to a multiple of 32, so that only the weights need care at the end of a row.
+// The inputs are prepared once per dispatch: split into even and odd columns where the weights are, the two vectors of each 32
+// columns lying together (v_store_pair), and padded with zeros to a multiple of 32, so that only the weights need care at the
+// end of a row.
 
 #ifndef K3_DOT_H
 #define K3_DOT_H
@@ -26,14 +27,14 @@ K3_INLINE void prepare_32(const float* x, int64_t n, int32_t dtype, float* out) 
         memcpy(t, x, (size_t)n * 4);
         x = t;
     }
-    if (!is_split(dtype)) {
-        memcpy(out, x, 128);
-        return;
+    vf a, b;
+    if (is_split(dtype)) {
+        v_load_split(x, a, b);
+    } else {
+        a = v_load(x);
+        b = v_load(x + 16);
     }
-    vf e, o;
-    v_load_split(x, e, o);
-    v_store(out, e);
-    v_store(out + 16, o);
+    v_store_pair(out, a, b);
 }
 
 // One row of inputs: out holds padded(n) floats.

@@ -118,6 +118,15 @@ K3_INLINE vf v_load_n(const void* p, int64_t n) {        // the first n lanes, z
 }
 K3_INLINE void v_store_n(float* p, vf a, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), a.v); }
 K3_INLINE vf v_load_bytes(const void* p) { return vf::make(_mm512_loadu_ps(p)); }
+// Two vectors that lie together, register by register: part 0 of both, part 1 of both, ..
+K3_INLINE void v_store_pair(float* p, vf a, vf b) {
+    _mm512_storeu_ps(p, a.v);
+    _mm512_storeu_ps(p + 16, b.v);
+}
+K3_INLINE void v_load_pair(const float* p, vf& a, vf& b) {
+    a.v = _mm512_loadu_ps(p);
+    b.v = _mm512_loadu_ps(p + 16);
+}
 K3_INLINE float v_fold4(__m128 a) {
     a = _mm_add_ps(a, _mm_movehl_ps(a, a));
     a = _mm_add_ss(a, _mm_shuffle_ps(a, a, 1));
@@ -239,6 +248,16 @@ K3_INLINE void v_store_n(float* p, vf x, int64_t n) {
 K3_INLINE vf v_load_bytes(const void* p) {
     return vf::make(_mm256_loadu_ps((const float*)p), _mm256_loadu_ps((const float*)((const char*)p + 32)));
 }
+K3_INLINE void v_store_pair(float* p, vf x, vf y) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, y.a);
+    _mm256_storeu_ps(p + 16, x.b);
+    _mm256_storeu_ps(p + 24, y.b);
+}
+K3_INLINE void v_load_pair(const float* p, vf& x, vf& y) {
+    x = vf::make(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 16));
+    y = vf::make(_mm256_loadu_ps(p + 8), _mm256_loadu_ps(p + 24));
+}
 K3_INLINE float v_sum(vf x) {
     const __m256 b = _mm256_add_ps(x.a, x.b);
     __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
@@ -355,6 +374,18 @@ K3_INLINE vf m_sqrt(vf a) {
     v_store(t, a);
     for (int i = 0; i < 16; ++i) t[i] = m_sqrt(t[i]);
     return v_load(t);
+}
+K3_INLINE void v_store_pair(float* p, vf a, vf b) {
+    for (int i = 0; i < 4; ++i) {
+        memcpy(p + 8 * i, &a.q[i], 16);
+        memcpy(p + 8 * i + 4, &b.q[i], 16);
+    }
+}
+K3_INLINE void v_load_pair(const float* p, vf& a, vf& b) {
+    for (int i = 0; i < 4; ++i) {
+        memcpy(&a.q[i], p + 8 * i, 16);
+        memcpy(&b.q[i], p + 8 * i + 4, 16);
+    }
 }
 K3_INLINE float v_sum(vf a) {
     const v4 c = (a.q[0] + a.q[2]) + (a.q[1] + a.q[3]);
