@@ -86,11 +86,34 @@ static inline void dot_rows(const k3_matrix* w, int64_t row, const float* const*
 
 #if defined(K3_ISA_AVX2)
 // MXFP4 in pairs of rows, one in each half of a register: codes become the bytes of BF16 numbers by look-up, and fall apart into
-// lanes 4k .. 4k + 3 as those do.  sum[k] holds these lanes of both rows.
+// lanes 4k .. 4k + 3 as those do.  There is a table for every scale, so that nothing is left to multiply with it.
+struct Mxfp4Bytes {
+    uint8_t low[256][16], high[256][16];             // by scale and code
+    constexpr Mxfp4Bytes() : low(), high() {
+        for (int scale = 0; scale < 256; ++scale)
+            for (int code = 0; code < 16; ++code) {
+                // Codes 1 to 7 are 1 or 1.5 (odd, from 3 on) times 2^-1, 2^0, 2^0, 2^1, 2^1, 2^2, 2^2; 8 is read as 0.
+                const int magnitude = code & 7, half = magnitude > 1 ? magnitude & 1 : 0;
+                const int exponent = scale + (magnitude >> 1) - 1;     // biased, as scale is
+                int word = 0;
+                if (scale == 255) word = 0x7fc0;
+                else if (magnitude == 0) word = 0;
+                else if (exponent >= 255) word = 0x7f80;
+                else if (exponent > 0) word = exponent << 7 | half << 6;
+                else word = (128 + 64 * half) >> (1 - exponent);       // a subnormal, exactly
+                if (code > 8) word |= 0x8000;
+                low[scale][code] = (uint8_t)(word & 255);
+                high[scale][code] = (uint8_t)(word >> 8);
+            }
+    }
+};
+constexpr Mxfp4Bytes kMxfp4;
 const uint8_t kOrder[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
-const uint8_t kHigh[16] = {0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, 0, 0xbf, 0xbf, 0xbf, 0xc0, 0xc0, 0xc0, 0xc0};
-const uint8_t kLow[16] = {0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0, 0, 0, 0x80, 0xc0, 0, 0x40, 0x80, 0xc0};
 K3_INLINE __m256i both_halves(const uint8_t* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }
+K3_INLINE __m256i two_halves(const void* first, const void* second) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)first)),
+                                   _mm_loadu_si128((const __m128i*)second), 1);
+}
 
 // Sums by name: in an array they would live in memory.
 struct Sums {
@@ -109,28 +132,26 @@ K3_INLINE void sum_pair(const Sums& s, float* y) {
 }
 template <int M>
 static inline void dot_pair(const k3_matrix* w, int64_t row, const float* const* x, float* const* y, int64_t at) {
-    const __m256i order = both_halves(kOrder), high = both_halves(kHigh), low = both_halves(kLow);
-    const __m256i nibble = _mm256_set1_epi8(15), mask = _mm256_set1_epi32((int)0xffff0000u);
+    const __m256i order = both_halves(kOrder), nibble = _mm256_set1_epi8(15), mask = _mm256_set1_epi32((int)0xffff0000u);
     const __m256 zero = _mm256_setzero_ps();
     const Row r0 = row_of<K3_MXFP4>(w, row), r1 = row_of<K3_MXFP4>(w, row + 1);
     const float *x0 = x[0], *x1 = M > 1 ? x[1] : x0, *x2 = M > 2 ? x[2] : x0;
     Sums s0 = {zero, zero, zero, zero}, s1 = s0, s2 = s0;
     const int64_t groups = w->cols / 32;
     for (int64_t g = 0; g < groups; ++g) {
-        const __m256 scale = _mm256_set_m128(_mm_broadcast_ss((const float*)(k3_e8m0.bits + r1.scale[g])),
-                                             _mm_broadcast_ss((const float*)(k3_e8m0.bits + r0.scale[g])));
-        __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(r0.data + g * 16))),
-                                                _mm_loadu_si128((const __m128i*)(r1.data + g * 16)), 1);
+        const int scale0 = r0.scale[g], scale1 = r1.scale[g];
+        const __m256i low = two_halves(kMxfp4.low[scale0], kMxfp4.low[scale1]);
+        const __m256i high = two_halves(kMxfp4.high[scale0], kMxfp4.high[scale1]);
+        const __m256i bytes = _mm256_shuffle_epi8(two_halves(r0.data + g * 16, r1.data + g * 16), order);
         ask_ahead<K3_MXFP4>(r0.data, g);
         ask_ahead<K3_MXFP4>(r1.data, g);
-        bytes = _mm256_shuffle_epi8(bytes, order);
         const auto half = [&](__m256i code, int64_t c) {
             const __m256i h = _mm256_shuffle_epi8(high, code), l = _mm256_shuffle_epi8(low, code);
             const __m256i u = _mm256_unpacklo_epi8(l, h), v = _mm256_unpackhi_epi8(l, h);
-            const __m256 w0 = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(u, 16)), scale);
-            const __m256 w1 = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(u, mask)), scale);
-            const __m256 w2 = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(v, 16)), scale);
-            const __m256 w3 = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_and_si256(v, mask)), scale);
+            const __m256 w0 = _mm256_castsi256_ps(_mm256_slli_epi32(u, 16));
+            const __m256 w1 = _mm256_castsi256_ps(_mm256_and_si256(u, mask));
+            const __m256 w2 = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+            const __m256 w3 = _mm256_castsi256_ps(_mm256_and_si256(v, mask));
             add_four(s0, x0 + c, w0, w1, w2, w3);
             if (M > 1) add_four(s1, x1 + c, w0, w1, w2, w3);
             if (M > 2) add_four(s2, x2 + c, w0, w1, w2, w3);
