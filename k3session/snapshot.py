@@ -188,8 +188,13 @@ class Snapshot:
             return cls.from_reader(reader)
 
     @classmethod
-    def from_reader(cls, reader: SnapshotReader, marks: Collection[int] | None = None) -> Snapshot:
-        """Read the tensors of an open file; of its marks all, or those at the positions given."""
+    def from_reader(
+        cls, reader: SnapshotReader, marks: Collection[int] | None = None, *, states: bool = True
+    ) -> Snapshot:
+        """Read the tensors of an open file; of its marks all, or those at the positions given.
+
+        Without `states` the layers stay empty: their arrays are read by who calls this.
+        """
         position, count = stated_size(reader)
         stated = stated_marks(reader)
         layers: list[dict[str, Any]] = [{} for _ in range(count)]
@@ -197,7 +202,7 @@ class Snapshot:
             kind, _, rest = name.partition(".")
             number, _, part = rest.partition(".")
             if kind == "layers" and number.isdecimal() and int(number) < count and part in _ARRAYS:
-                layers[int(number)][part] = reader.read(name)
+                layers[int(number)][part] = reader.read(name) if states else None
             elif name not in ("tokens", "logits") and not name.startswith("x."):
                 raise SnapshotCorruptError(
                     f"{reader.name}: the tensor {name!r} belongs to no part of a snapshot"
@@ -207,14 +212,15 @@ class Snapshot:
         if tokens is not None and tokens.shape != (position,):
             raise SnapshotCorruptError(f"{reader.name}: {tokens.shape} tokens for position {position}")
         held = tuple(LayerSnapshot(**d) for d in layers)
+        fixed = [[n for n in _FIXED if n in d] for d in layers]
         read = tuple(
             MarkSnapshot(
                 at,
                 kind,
                 reader.read(names["logits"]) if "logits" in names else None,
                 tuple(
-                    LayerSnapshot(**{n: reader.read(names[f"layers.{i}.{n}"]) for n in _FIXED if n in d})
-                    for i, d in enumerate(layers)
+                    LayerSnapshot(**{n: reader.read(names[f"layers.{i}.{n}"]) for n in kept})
+                    for i, kept in enumerate(fixed)
                 ),
             )
             for at, (kind, names) in stated.items()

@@ -15,7 +15,8 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,11 +29,13 @@ from k3session.errors import SnapshotCorruptError, SnapshotError, SnapshotMismat
 from k3session.progress import Progress
 from k3session.safetensors_io import HEADER_LIMIT, Header, plan, read_header
 
-__all__ = ["FORMAT", "FORMAT_VERSION", "Part", "SnapshotReader", "serialize", "write_file"]
+__all__ = ["FORMAT", "FORMAT_VERSION", "Part", "SnapshotReader", "read_all", "serialize", "write_file"]
 
 FORMAT = "k3session-snapshot"
 FORMAT_VERSION = 1
 _BLOCK = 8 << 20
+_NEAR = 512 << 10  # about what a core's own cache holds
+_WORTH_THREADS = 4 << 20
 _ZEROS = "0" * 32
 _NUMPY: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
@@ -331,19 +334,42 @@ class SnapshotReader:
         """Return a tensor, copied out and compared with its digest."""
         info = self.tensors[name]
         out = np.empty(info.nbytes, np.uint8)
-        view = memoryview(out)
-        if self._data is not None:
-            view[:] = self._data[self._start + info.begin : self._start + info.end]
-        elif self._file is not None:
-            self._file.seek(self._start + info.begin)
-            got = self._file.readinto(view)  # type: ignore[attr-defined]
-            if got != info.nbytes:
-                raise SnapshotCorruptError(f"{self.name}: the file became shorter while {name} was read")
-        if xxhash.xxh3_128_hexdigest(out) != self.digests[name]:
+        self.read_into(name, [out])
+        return out.view(_NUMPY[info.dtype]).reshape(info.shape)
+
+    def read_into(self, name: str, pieces: Iterable[Any]) -> None:
+        """Read a tensor into buffers, one after the other as long as it is, and compare it with its digest.
+
+        Threads may read several at once.  Each block is digested while it is in the cache.
+        """
+        info, state = self.tensors[name], xxhash.xxh3_128()
+        at = self._start + info.begin
+        for piece in pieces:
+            view = memoryview(piece).cast("B")
+            for begin in range(0, len(view), _NEAR):
+                block = view[begin : begin + _NEAR]
+                self._fill(block, at, name)
+                state.update(block)
+                at += len(block)
+        if at != self._start + info.end:
+            raise SnapshotError(f"{self.name}: {name} has {info.nbytes} bytes; expected the buffers' size")
+        if state.hexdigest() != self.digests[name]:
             raise SnapshotCorruptError(
                 f"{self.name}: {name} does not match its digest; the file has been altered"
             )
-        return out.view(_NUMPY[info.dtype]).reshape(info.shape)
+
+    def _fill(self, block: memoryview, at: int, name: str) -> None:
+        """Put the bytes from `at` on into a block."""
+        if self._data is not None:
+            block[:] = self._data[at : at + len(block)]
+            return
+        if self._file is None:
+            raise SnapshotError(f"{self.name}: has been closed")
+        while block:
+            got = os.preadv(self._file.fileno(), [block], at)
+            if got == 0:
+                raise SnapshotCorruptError(f"{self.name}: the file became shorter while {name} was read")
+            block, at = block[got:], at + got
 
     def altered(self, progress: Progress) -> Iterator[str]:
         """Yield the name of each tensor that does not match its digest, reading in blocks."""
@@ -369,3 +395,54 @@ class SnapshotReader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def read_all(reader: Any, wanted: Sequence[tuple[str, Sequence[Any]]], threads: int) -> None:
+    """Read tensors into buffers, as `SnapshotReader.read_into` does each, by several threads where there is much to read.
+
+    Parameters
+    ----------
+    reader
+        A `SnapshotReader`, or what reads several files as one.
+    wanted
+        Name and buffers of each tensor.
+    threads
+        How many at most.
+
+    Raises
+    ------
+    SnapshotCorruptError
+        A tensor does not match its digest; the first one of the list that was found so.
+    """
+    todo = list(enumerate(wanted))[::-1]
+    failed: dict[int, BaseException] = {}
+
+    def work() -> None:
+        while not failed:
+            try:
+                i, (name, pieces) = todo.pop()  # one call: no two threads get the same
+            except IndexError:
+                return
+            try:
+                reader.read_into(name, pieces)
+            except BaseException as problem:  # noqa: BLE001 - raised below, in the thread that asked
+                failed[i] = problem
+
+    total = sum(reader.tensors[name].nbytes for name, _ in wanted)
+    helpers = [
+        threading.Thread(target=work, name="k3session-load", daemon=True)
+        for _ in range(min(threads, len(todo)) - 1 if total >= _WORTH_THREADS else 0)
+    ]
+    started = []
+    with contextlib.suppress(RuntimeError):  # no thread can be started: there are fewer then
+        for helper in helpers:
+            helper.start()
+            started.append(helper)
+    try:
+        work()
+    finally:
+        todo.clear()
+        for helper in started:
+            helper.join()
+    if failed:
+        raise failed[min(failed)]

@@ -156,6 +156,10 @@ class PartsReader:
         """Return a tensor, copied out and compared with its digest."""
         return self._of[name].read(name)
 
+    def read_into(self, name: str, pieces: Iterable[Any]) -> None:
+        """Read a tensor into buffers, and compare it with its digest."""
+        self._of[name].read_into(name, pieces)
+
     def altered(self, progress: Progress) -> Iterator[str]:
         """Yield the name of each tensor that does not match its digest."""
         for reader in self._readers:

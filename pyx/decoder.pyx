@@ -676,13 +676,18 @@ cdef class Side:
             end = self.lay_out(NULL, 1)
         self.nbytes = end - <char*>NULL
         # What a pass does not touch takes no memory on the host; a device's rows that only fill a pass must hold something.
-        self.memory = <char*>backend.memory.allocate(self.nbytes, not self.work.mapped)
+        if self.work.mapped:
+            self.memory = <char*>aligned(self.nbytes)  # in small pages: one row touches a little of each buffer
+        else:
+            self.memory = <char*>backend.memory.allocate(self.nbytes)
         self.lay_out(self.memory, 0)
         self.lay_out(self.memory, 1)
         self.lay_out_mail(segments)
 
     def __dealloc__(self):
-        if self.backend is not None and self.memory != NULL:
+        if self.work.mapped:
+            free(self.memory)
+        elif self.backend is not None:
             self.backend.memory.release(self.memory)
 
     cdef char* lay_out(self, char* base, int64_t kind) noexcept:

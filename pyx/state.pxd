@@ -54,6 +54,9 @@ cdef class Timeline:
     cdef int write_rows(self, int64_t mla_index, const char* host, int64_t positions, int64_t width) except -1
     cdef void drop_pages(self, int64_t keep) noexcept
     cdef void let_go(self) noexcept
+    cdef Timeline empty(self)
+    cdef void stand_at(self, int64_t position) noexcept
+    cdef Timeline room(self, int64_t position, bint over)
 
 
 cdef class K3CpuFallbackState:
@@ -63,6 +66,14 @@ cdef class K3CpuFallbackState:
     cdef int32_t mixer_index
 
     cdef float* recurrent(self, str name) noexcept
+    cdef int put(self, str name, int64_t position, const char* host, int64_t nbytes) except -1
+    cdef list pieces(self, str name, int64_t position)
+
+
+cdef class Window:
+    cdef K3CpuFallbackState layer
+    cdef char* start
+    cdef Py_ssize_t nbytes
 
 
 cdef class Owner:

@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from cpython.buffer cimport PyBuffer_FillInfo
 from libc.stdint cimport int64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
@@ -267,6 +268,9 @@ cdef class Timeline:
                 if staged != NULL:
                     self.mla_memory.read(staged, page, n * stride)
                     page = staged
+                if width == stride:
+                    memcpy(host + t * width, page, n * width)
+                    continue
                 for i in range(n):
                     memcpy(host + (t + i) * width, page + i * stride, width)
         finally:
@@ -287,6 +291,9 @@ cdef class Timeline:
             for t in range(0, positions, self.page_rows):
                 n = min(self.page_rows, positions - t)
                 page = self.pages[t // self.page_rows].data + mla_index * self.page_rows * stride
+                if width == stride:
+                    self.mla_memory.write(page, host + t * width, n * width)
+                    continue
                 for i in range(n):
                     row = (page if staged == NULL else staged) + i * stride
                     memcpy(row, host + (t + i) * width, width)
@@ -337,10 +344,23 @@ cdef class Timeline:
     # sharing, and exchange with the outside
     # ------------------------------------------------------------------------------------------
 
+    cdef Timeline empty(self):
+        """Another timeline of this one's kind, which is to be given a state."""
+        return Timeline.__new__(Timeline, self.weights, self.latent_dtype == K3_BF16, self.page_rows, self.kda_memory,
+                                self.mla_memory, False)
+
+    cdef void stand_at(self, int64_t position) noexcept:
+        """All layers have taken in that many tokens, whose latent rows are in the pages."""
+        cdef int64_t i
+        self.position = position
+        for i in range(self.weights.dims.num_hidden_layers):
+            self.seen[i] = position
+        for i in range(self.n_pages):
+            self.pages[i].filled = max(0, min(self.page_rows, position - i * self.page_rows))
+
     def share(self) -> Timeline:
         """Another timeline that stands at the same point; nothing is copied until one of the two goes on."""
-        cdef Timeline other = Timeline.__new__(Timeline, self.weights, self.latent_dtype == K3_BF16, self.page_rows,
-                                               self.kda_memory, self.mla_memory, False)
+        cdef Timeline other = self.empty()
         other.become(self)
         return other
 
@@ -385,10 +405,10 @@ cdef class Timeline:
         """
         cdef int64_t i, pages = (position + self.page_rows - 1) // self.page_rows
         cdef K3CpuFallbackState layer
-        cdef Timeline other = Timeline.__new__(Timeline, self.weights, self.latent_dtype == K3_BF16, self.page_rows,
-                                               self.kda_memory, self.mla_memory)
+        cdef Timeline other = self.empty()
         if not 0 <= position <= self.position:
             raise ValueError(f"position is {position}; expected one from 0 to {self.position}")
+        other.now = new_block(self.weights, self.kda_memory, False)
         for layer, given in zip(other.layers, arrays, strict=True):
             a = {name: np.ascontiguousarray(array) for name, array in given.items()}
             if layer.is_kda:
@@ -413,26 +433,79 @@ cdef class Timeline:
         """Bytes of state that no other timeline shares."""
         return own_bytes_of([self])
 
+    cdef Timeline room(self, int64_t position, bint over):
+        """A timeline with memory for that many tokens, nothing of it written; with ``over`` what this one alone holds.
+
+        Not a device's memory, where a copy can fail: what lies there is left as it is.
+        """
+        cdef int64_t i, pages = 0
+        cdef Timeline made = self.empty()
+        if self.page_bytes() > 0:
+            pages = (position + self.page_rows - 1) // self.page_rows
+        made.room_for_pages(pages)
+        if over and self.kda_memory.mapped and self.now.holders == 1:
+            made.now = self.now
+            made.now.holders += 1
+        else:
+            made.now = new_block(self.weights, self.kda_memory, False)
+        if over and self.mla_memory.mapped:
+            for i in range(self.n_pages):
+                if made.n_pages < pages and self.pages[i].holders == 1:
+                    self.pages[i].holders += 1
+                    made.pages[made.n_pages] = self.pages[i]
+                    made.addresses[made.n_pages] = self.addresses[i]
+                    made.n_pages += 1
+        if made.n_pages < pages:
+            made.add_pages(pages - made.n_pages)
+        return made
+
     def replace(self, int64_t position, list arrays) -> None:
         """Sets all layers at once, from arrays as `K3CpuFallbackState.export` gives them, already checked.
 
-        They go to fresh memory first, so that nothing has changed where that fails.
+        Memory that this timeline alone holds is written over, the rest is fresh.  All that can fail is done before:
+        nothing has changed where it does.
         """
-        cdef int64_t i
+        cdef Timeline made
         cdef K3CpuFallbackState layer
-        cdef Timeline fresh = Timeline.__new__(Timeline, self.weights, self.latent_dtype == K3_BF16, self.page_rows,
-                                               self.kda_memory, self.mla_memory)
-        shapes = [(layer, {name: np.ascontiguousarray(a) for name, a in given.items()})
-                  for layer, given in zip(fresh.layers, arrays, strict=True)]
-        for layer, a in shapes:
+        cdef list writes = []
+        cdef tuple write
+        given = [{name: np.ascontiguousarray(a) for name, a in some.items()} for some in arrays]
+        for layer, a in zip(self.layers, given, strict=True):
             layer.verify(position, a)
-        fresh.reserve(position)
-        for layer, a in shapes:
-            layer.load(position, a)
-        fresh.position = position
-        for i in range(self.weights.dims.num_hidden_layers):
-            fresh.seen[i] = position
-        self.become(fresh)
+        made = self.room(position, True)
+        for layer, a in zip(made.layers, given, strict=True):
+            for name, array in a.items():
+                writes.append((layer, name, <uintptr_t>address(array), array.nbytes))
+        self.room_for_pages(made.n_pages)
+        # From here on host memory is only copied.
+        for write in writes:
+            layer = write[0]
+            layer.put(<str>write[1], position, <char*><uintptr_t>write[2], write[3])
+        made.stand_at(position)
+        self.become(made)
+
+    @property
+    def fills(self) -> bool:
+        """Whether `filled` can be called: the state is in the host's memory, its latent rows without gaps."""
+        d = &self.weights.dims
+        return (self.kda_memory.mapped and self.mla_memory.mapped
+                and (d.n_mla == 0 or d.latent_stride == d.kv_lora_rank + d.qk_rope_head_dim))
+
+    def filled(self, int64_t position, fill) -> Timeline:
+        """A timeline of this one's kind at a position, in fresh memory that ``fill`` writes.
+
+        It is called with a list of (layer, name, pieces): buffers which, one after the other, are the bytes of that
+        array.
+        """
+        cdef Timeline made
+        cdef K3CpuFallbackState layer
+        if not self.fills:
+            raise ValueError("state that is elsewhere, or has gaps, is not written in place")
+        made = self.room(position, False)
+        fill([(layer.layer, name, layer.pieces(name, position)) for layer in made.layers
+              for name in layer.shapes(position)])
+        made.stand_at(position)
+        return made
 
 
 def own_bytes_of(list timelines not None) -> int:
@@ -517,11 +590,41 @@ cdef class K3CpuFallbackState:
     def load(self, int64_t position, dict arrays) -> None:
         """Copies arrays that `verify` has passed into place; the pages must have been reserved."""
         for name, array in arrays.items():
-            if name == "latent":
-                self.timeline.write_rows(self.mixer_index, <char*>address(array), position,
-                                         array.shape[1] * array.itemsize)
-            else:
-                self.timeline.kda_memory.write(self.recurrent(name), address(array), array.nbytes)
+            self.put(name, position, <char*>address(array), array.nbytes)
+
+    cdef int put(self, str name, int64_t position, const char* host, int64_t nbytes) except -1:
+        """Copies the bytes of one array into place."""
+        if name != "latent":
+            self.timeline.kda_memory.write(self.recurrent(name), host, nbytes)
+        elif position > 0:
+            self.timeline.write_rows(self.mixer_index, host, position, nbytes // position)
+        return 0
+
+    cdef list pieces(self, str name, int64_t position):
+        """Buffers in this layer's memory, which one after the other are an array."""
+        cdef Timeline t = self.timeline
+        cdef int64_t i, stride = t.row_bytes()
+        shape, dtype = self.shapes(position)[name]
+        if name != "latent":
+            return [Window.__new__(Window, self, <uintptr_t>self.recurrent(name), int(np.prod(shape)) * dtype.itemsize)]
+        return [Window.__new__(Window, self,
+                               <uintptr_t>(t.pages[i].data + self.mixer_index * t.page_rows * stride),
+                               min(t.page_rows, position - i * t.page_rows) * stride) for i in range(t.n_pages)]
+
+
+cdef class Window:
+    """Bytes of a layer's state, as a buffer that keeps its timeline."""
+
+    def __cinit__(self, K3CpuFallbackState layer not None, uintptr_t start, Py_ssize_t nbytes):
+        self.layer = layer
+        self.start = <char*>start
+        self.nbytes = nbytes
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        PyBuffer_FillInfo(view, self, self.start, self.nbytes, 0, flags)
+
+    def __releasebuffer__(self, Py_buffer* view):
+        pass
 
 
 cdef void* address(array) except NULL:

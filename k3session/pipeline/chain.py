@@ -86,6 +86,7 @@ class ChainTimeline:
         self.bf16 = self.latent_dtype = bf16
         self.page_rows = page_rows
         self.position = position
+        self.fills = False
         self.kept: int | None = None  # a pass over it that is kept for `accept`
         self._name = name
 

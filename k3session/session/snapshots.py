@@ -33,7 +33,7 @@ from k3session.snapshot import (
     stated_marks,
     stated_size,
 )
-from k3session.snapshot_file import Part, SnapshotReader, write_file
+from k3session.snapshot_file import Part, SnapshotReader, read_all, write_file
 from k3session.snapshot_parts import open_snapshot
 
 if TYPE_CHECKING:
@@ -231,9 +231,14 @@ class Snapshots(SessionCore):
                 check_facts(reader.facts, session._facts(None, False), None, session._vocab, reader.name)
                 check_size(reader, session._timeline.layers)
                 session._check_room(position, reader.name)
-                snapshot = Snapshot.from_reader(reader, session._marks_to_read(reader, position))
+                marked, whole = session._marks_to_read(reader, position), None
+                if session._timeline.fills:
+                    whole = session._timeline.filled(
+                        position, functools.partial(_read_states, reader, session._timeline.layers, model.threads)
+                    )
+                snapshot = Snapshot.from_reader(reader, marked, states=whole is None)
                 check_arrays(snapshot, model.config.num_hidden_layers, session._vocab, reader.name)
-                session._take(snapshot, reader.name)
+                session._take(snapshot, reader.name, whole)
             except BaseException:
                 session.close()
                 raise
@@ -300,8 +305,8 @@ class Snapshots(SessionCore):
                 f"{name} holds {position} tokens; this session may hold {self._capacity}: give it a larger capacity"
             )
 
-    def _take(self, snapshot: Snapshot, name: str = "the snapshot") -> None:
-        """Become the snapshot, whose facts and arrays have been compared."""
+    def _take(self, snapshot: Snapshot, name: str = "the snapshot", whole: Any = None) -> None:
+        """Become the snapshot, whose facts and arrays have been compared; `whole` has its state where that is read."""
         here = self._facts(None, False)
         facts = {"prefill_precision": "exact"} | snapshot.facts  # files from before there was a choice
         exact = all(facts.get(n) == here[n] for n in ("build", "isa", "device", "prefill_precision"))
@@ -323,14 +328,14 @@ class Snapshots(SessionCore):
         origin = _origin(snapshot, digests, exact)
         timeline, points = self._timeline, NO_POINTS
         arrays = [layer.arrays() for layer in snapshot.layers]
-        if snapshot.marks and self._policy.is_on:
+        marked = snapshot.marks and self._policy.is_on
+        if marked and whole is None:
             # The marks share the latent rows of the session that they belong to, so that is made first.
             whole = self._decoder.timeline(LATENTS[self._latent], timeline.page_rows)
             whole.replace(position, arrays)
-            move = timeline.becoming(whole)
+        move = timeline.replacing(position, arrays) if whole is None else timeline.becoming(whole)
+        if marked:
             points = self._points_of(snapshot, name, whole, ids=ids, digests=digests, origin=origin)
-        else:
-            move = timeline.replacing(position, arrays)
         self._together(
             move,
             "a restore",
@@ -426,6 +431,24 @@ def _mark_of(point: Point) -> MarkSnapshot:
     layers = [layer.export() if layer.is_kda else {} for layer in point.timeline.layers]
     row = None if point.row is None else point.row.copy()
     return MarkSnapshot(point.position, point.kind, row, tuple(LayerSnapshot(**d) for d in layers))
+
+
+def _read_states(
+    reader: SnapshotReader, layers: Sequence[Any], threads: int, wanted: Sequence[tuple[int, str, Sequence[Any]]]
+) -> None:
+    """Read the arrays of layers, whose shapes have been compared, into a session's own memory."""
+    position, _ = stated_size(reader)
+    kinds = {"float32": "F32", "uint16": "BF16"}
+    wrong: dict[str, tuple[Any, Any]] = {}
+    for layer in layers:
+        for name, (_, dtype) in layer.shapes(position).items():
+            found, expected = reader.tensors[f"layers.{layer.layer}.{name}"].dtype, kinds[dtype.name]
+            if found != expected:
+                wrong[f"layers.{layer.layer}.{name}"] = (found, expected)
+    if wrong:
+        name, (a, b) = next(iter(wrong.items()))
+        raise SnapshotMismatchError(f"{reader.name}: {name} is {a}, expected {b}", wrong)
+    read_all(reader, [(f"layers.{i}.{name}", pieces) for i, name, pieces in wanted], threads)
 
 
 def mark_parts(points: Sequence[Point]) -> list[Part]:
