@@ -151,7 +151,7 @@ def _canonical(files: FileSet, result: Inspection) -> dict[str, str]:
         )
     # A layer whose files are missing in part is packed if its index says so.
     for name in [*named, *(canonicalise(stored) or "" for stored in files.lost)]:
-        found = _PACKED.fullmatch(name)
+        found = _PACKED.fullmatch(name) if name.endswith("_packed") else None
         if found:
             result.packed_layers.add(int(found[1]))
     return named
@@ -171,12 +171,12 @@ def _match(result: Inspection, c: K3Config, files: FileSet, named: dict[str, str
             "expected num_hidden_layers and num_experts to belong to these files."
         )
         return
-    rest = dict(named)
+    rest, everything = dict(named), result.layers == (0, c.num_hidden_layers)
     padded: list[StoredTensor] = []
     paths = {file: result.path / file for file in files.headers}
     for parameter in parameters(c, packed=result.packed_layers.__contains__):
         stored = rest.pop(parameter.name, None)
-        inside = within(parameter.layer, parameter.component, result.layers, c)
+        inside = everything or within(parameter.layer, parameter.component, result.layers, c)
         if stored is None:
             if inside and parameter.name not in lost:
                 text = f" is missing; expected {kinds(parameter)} {shape_of(parameter)}.{why_missing(parameter, c)}"
@@ -185,21 +185,23 @@ def _match(result: Inspection, c: K3Config, files: FileSet, named: dict[str, str
         file = files.where[stored]
         header = files.headers[file]
         info = header.tensors[stored]
-        good = _compare(parameter, info, stored, file, groups)
+        good = info.dtype in parameter.dtypes and info.shape == parameter.shape
+        good = good or _compare(parameter, info, stored, file, groups)
         if not inside:
             continue
+        begin, nbytes = info.begin, info.nbytes
         tensor = StoredTensor(
-            name=parameter.name,
-            stored_name=stored,
-            file=paths[file],
-            dtype=info.dtype,
-            shape=parameter.shape,
-            stored_shape=info.shape,
-            offset=header.data_start + info.begin,
-            nbytes=info.nbytes if info.shape == parameter.shape else _used(info, parameter),
-            stored_nbytes=info.nbytes,
-            layer=parameter.layer,
-            component=parameter.component,
+            parameter.name,
+            stored,
+            paths[file],
+            info.dtype,
+            parameter.shape,
+            info.shape,
+            header.data_start + begin,
+            nbytes if info.shape == parameter.shape else _used(info, parameter),
+            nbytes,
+            parameter.layer,
+            parameter.component,
         )
         result.tensors[parameter.name] = tensor
         if good and tensor.nbytes < tensor.stored_nbytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -160,6 +160,21 @@ class Checkpoint:
         """
         self._check_open()
         return self._inspection.shards.array(self.info(name))
+
+    def located(self, name: str) -> tuple[StoredTensor, int]:
+        """Return what `info` does, and the tensor's address in the mapped file, while an array of `held` lives."""
+        self._check_open()
+        found = self.info(name)
+        return found, self._inspection.shards.address(found)
+
+    def read_in_large_pages(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Have what is read from the disk for these (address, bytes) of `located` come in pages of the largest size."""
+        self._check_open()
+        self._inspection.shards.read_in_large_pages(spans)
+
+    def held(self) -> list[npt.NDArray[Any]]:
+        """Return arrays that keep all files mapped which `located` has looked into."""
+        return list(self._inspection.shards.held())
 
     def values(self, name: str) -> npt.NDArray[Any]:
         """Return a tensor to be read now: as `tensor`, or a copy after `leave_mappings_untouched`."""

@@ -45,20 +45,26 @@ def check_facts(
 
 
 def check_size(reader: SnapshotReader, layers: Sequence[Any]) -> None:
-    """Compare the shapes in a header with those of `layers`, before a byte of a tensor is read."""
+    """Compare the shapes and dtypes in a header with those of `layers`, before a byte of a tensor is read."""
     position, _ = stated_size(reader)
-    expected: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     for i, layer in enumerate(layers):
-        expected |= {f"layers.{i}.{name}": shape for name, (shape, _) in layer.shapes(position).items()}
-    found = {n: t.shape for n, t in reader.tensors.items() if n.startswith("layers.")}
+        for name, (shape, dtype) in layer.shapes(position).items():
+            expected[f"layers.{i}.{name}"] = "BF16" if dtype == np.uint16 else "F32", shape
+    found = {n: (t.dtype, t.shape) for n, t in reader.tensors.items() if n.startswith("layers.")}
     wrong = {
         n: (found.get(n), expected.get(n)) for n in {**found, **expected} if found.get(n) != expected.get(n)
     }
-    if wrong:
-        name, (a, b) = next(iter(wrong.items()))
-        raise SnapshotMismatchError(
-            f"{reader.name}: {name} has shape {a}, expected {b}; {len(wrong)} tensors differ", wrong
-        )
+    if not wrong:
+        return
+    name, (a, b) = next(iter(wrong.items()))
+    what, here = ("shape", 1) if a is None or b is None or a[1] != b[1] else ("dtype", 0)
+    differences = {n: (a and a[here], b and b[here]) for n, (a, b) in wrong.items()}
+    raise SnapshotMismatchError(
+        f"{reader.name}: {name} has {what} {differences[name][0]}, expected {differences[name][1]}; "
+        f"{len(wrong)} tensors differ",
+        differences,
+    )
 
 
 def check_arrays(snapshot: Snapshot, layers: int, vocab: int, name: str) -> None:

@@ -82,6 +82,8 @@ class Model:
             self._weights: Any = Weights(checkpoint, report or None)
         finally:
             ops.leave_float_mode(mode)
+        if memory is None:
+            checkpoint.read_in_large_pages(self._weights.spans())
         ops.hold_pool()
         self._pool = weakref.finalize(self, ops.release_pool)
         self._pool.atexit = False  # at exit the threads go with the process

@@ -34,6 +34,7 @@ __all__ = [
 #: A header larger than this is refused unread, as the safetensors library does.
 HEADER_LIMIT = 100_000_000
 _MAX_DIMENSIONS = 32
+_UNIQUE = json.JSONDecoder(object_pairs_hook=unique_keys)
 
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
@@ -134,7 +135,7 @@ def _read(path: str | os.PathLike[str]) -> Header:
     if not raw.startswith(b"{"):
         raise _Problem(f"the header starts with {raw[:8]!r}; expected '{{'.")
     try:
-        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
+        entries = _entries(raw)
     except RecursionError:
         raise _Problem("the header is nested too deeply.") from None
     except ValueError as problem:
@@ -150,8 +151,35 @@ def _read(path: str | os.PathLike[str]) -> Header:
     return Header(tensors, metadata, data_start, size)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+def _entries(raw: bytes) -> Any:
+    """The JSON of a header, in which no key may stand twice.
+
+    Of many tensors that is told by counting, without a call for each of them: where every entry has the same three
+    keys, each of these stands as often as there are entries, or something stands twice.
+    """
+    text = raw.decode("utf-8")
+    entries = json.loads(text) if b"\\" not in raw else None  # which could spell a key another way
+    if isinstance(entries, dict):
+        n = len(entries) - ("__metadata__" in entries)
+        counted = all(raw.count(key) == n for key in (b'"dtype"', b'"shape"', b'"data_offsets"'))
+        if counted and _metadata_is_plain(text, entries):
+            if all(type(e) is dict and (len(e) == 3 or n == "__metadata__") for n, e in entries.items()):
+                return entries
+    return json.loads(text, object_pairs_hook=unique_keys)
+
+
+def _metadata_is_plain(text: str, entries: dict[str, Any]) -> bool:
+    """Whether there are no metadata, or they stand once and without a key twice; false also where that is not seen."""
+    found = text.count('"__metadata__"')
+    if found == 0 or "__metadata__" not in entries:
+        return found == 0 and "__metadata__" not in entries
+    start = text.find('"__metadata__":')
+    if found > 1 or start < 0:
+        return False
+    try:
+        return bool(_UNIQUE.raw_decode(text, start + 15)[0] == entries["__metadata__"])
+    except ValueError:
+        return False
 
 
 def _entry(name: str, entry: Any) -> TensorInfo:
@@ -177,11 +205,12 @@ def _entry(name: str, entry: Any) -> TensorInfo:
     if (
         type(offsets) is not list
         or len(offsets) != 2
-        or not _is_count(offsets[0])
-        or not _is_count(offsets[1])
+        or type(begin := offsets[0]) is not int
+        or type(end := offsets[1]) is not int
+        or not 0 <= begin < 2**63
+        or not 0 <= end < 2**63
     ):
         raise _Problem(f"tensor {show(name)}: data_offsets is {show(offsets)}; expected [begin, end].")
-    begin, end = offsets
     if end - begin != need:
         raise _Problem(
             f"tensor {show(name)}: {dtype} of shape {shape} takes {need} bytes, data_offsets {offsets} "
@@ -193,11 +222,11 @@ def _entry(name: str, entry: Any) -> TensorInfo:
 def _check_extents(tensors: Mapping[str, TensorInfo], available: int, size: int) -> None:
     """The tensors are to cover the data exactly: no overlap, no gap, nothing missing, nothing more."""
     position = 0
-    for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if info.begin != position:
-            what = "overlaps the tensor before it" if info.begin < position else "leaves a gap before it"
-            raise _Problem(f"tensor {show(name)} {what}: it begins at {info.begin}, expected {position}.")
-        position = info.end
+    for begin, end, name in sorted((info.begin, info.end, name) for name, info in tensors.items()):
+        if begin != position:
+            what = "overlaps the tensor before it" if begin < position else "leaves a gap before it"
+            raise _Problem(f"tensor {show(name)} {what}: it begins at {begin}, expected {position}.")
+        position = end
     if position > available:
         raise _Problem(
             f"the header declares {size - available + position} bytes in all, the file has {size}; "

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +71,7 @@ class Shards:
         self._sizes = sizes
         self._maps: dict[Path, mmap.mmap] = {}
         self._handles: dict[Path, int] = {}
+        self._whole: dict[Path, tuple[npt.NDArray[np.uint8], int]] = {}
         self.touched = True
 
     def leave_untouched(self) -> None:
@@ -137,6 +140,36 @@ class Shards:
         count = tensor.nbytes // kind.itemsize
         return np.frombuffer(self.map(tensor.file), kind, count, tensor.offset).reshape(tensor.shape)
 
+    def address(self, tensor: StoredTensor) -> int:
+        """Return where `tensor` lies in memory, for as long as `held` or another array keeps its file mapped."""
+        found = self._whole.get(tensor.file)
+        if found is None:
+            array = np.frombuffer(self.map(tensor.file), np.uint8)
+            found = self._whole[tensor.file] = array, int(array.__array_interface__["data"][0])
+        return found[1] + tensor.offset
+
+    def held(self) -> list[npt.NDArray[np.uint8]]:
+        """Return an array over each file that `address` has looked into."""
+        return [array for array, _ in self._whole.values()]
+
+    def read_in_large_pages(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Have what is read from the disk for these (address, bytes) come in pages of the largest size.
+
+        Large pages need few faults, and are read faster from then on.  What is in the page cache already stays as it is.
+        """
+        for file, (array, base) in self._whole.items():
+            inside = sorted((a - base, a - base + n) for a, n in spans if 0 <= a - base < array.size)
+            merged: list[list[int]] = []
+            for start, end in inside:
+                start -= start % mmap.PAGESIZE
+                if merged and start <= merged[-1][1]:
+                    merged[-1][1] = max(end, merged[-1][1])
+                else:
+                    merged.append([start, end])
+            for start, end in merged:
+                with contextlib.suppress(OSError):  # a kernel without them
+                    self._maps[file].madvise(mmap.MADV_HUGEPAGE, start, end - start)
+
     def values(self, tensor: StoredTensor) -> npt.NDArray[Any]:
         """Return `tensor` to be read now: as `array`, or a copy where mappings are not to be touched."""
         if self.touched:
@@ -169,6 +202,7 @@ class Shards:
         for handle in handles.values():
             os.close(handle)
         maps, self._maps = self._maps, {}
+        self._whole = {}
         for made in maps.values():
             try:
                 made.close()

@@ -72,6 +72,7 @@ cdef class Weights:
                 n_moe += 1
             if progress is not None:
                 progress("open", i + 1 - self.first, self.end - self.first)
+        self._keep += checkpoint.held()
 
     def __dealloc__(self):
         free(self.tables.experts)
@@ -154,26 +155,27 @@ cdef class Weights:
 
     cdef k3_matrix _matrix(self, checkpoint, str name, rows, cols, bint packed=False) except *:
         cdef k3_matrix m
+        cdef tuple shape
+        # By address: half a million arrays, one for each matrix of an expert, would take longer than all else.
         m.scale = NULL
         m.rows = rows
         m.cols = cols
         if not packed:
-            array = checkpoint.tensor(name)
-            m.dtype = K3_BF16 if array.dtype == np.uint16 else K3_F32
+            stored, at = checkpoint.located(name)
+            m.dtype = K3_BF16 if stored.dtype == "BF16" else K3_F32
         else:
-            array = checkpoint.tensor(name + "_packed")
-            scale = checkpoint.tensor(name + "_scale")
+            stored, at = checkpoint.located(name + "_packed")
+            scale, scale_at = checkpoint.located(name + "_scale")
             if scale.shape != (rows, cols // 32):
                 raise CheckpointError(f"{name}_scale: expected shape {(rows, cols // 32)}, found {scale.shape}")
-            self._keep.append(scale)
             m.dtype = K3_MXFP4
-            m.scale = <const void*><uintptr_t>scale.__array_interface__["data"][0]
+            m.scale = <const void*><uintptr_t>scale_at
+        shape = stored.shape
         expected = (rows, cols // 2 if m.dtype == K3_MXFP4 else cols)
-        if array.shape != expected:
-            raise CheckpointError(f"{name}: expected shape {expected}, found {array.shape}")
-        self._keep.append(array)
-        m.pitch = array.shape[1] * array.itemsize
-        m.data = <const void*><uintptr_t>array.__array_interface__["data"][0]
+        if shape != expected:
+            raise CheckpointError(f"{name}: expected shape {expected}, found {shape}")
+        m.pitch = <int64_t>shape[1] * (1 if m.dtype == K3_MXFP4 else 2 if m.dtype == K3_BF16 else 4)
+        m.data = <const void*><uintptr_t>at
         return m
 
     cdef int _bind_layer(self, checkpoint, int i, int32_t mixer_index, int64_t moe_index) except -1:

@@ -109,6 +109,32 @@ BAD: dict[str, tuple[Any, str]] = {
         b'{"a": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}, "a": 5}',
         "the key 'a' stands twice",
     ),
+    "name twice": (
+        b'{"a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]},'
+        b' "a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]}}',
+        "the key 'a' stands twice",
+    ),
+    "name twice, spelt otherwise": (
+        b'{"a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]},'
+        b' "\\u0061": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]}}',
+        "the key 'a' stands twice",
+    ),
+    "field twice, spelt otherwise": (
+        b'{"a": {"dtype": "U8", "d\\u0074ype": "I8", "shape": [34], "data_offsets": [0, 34]}}',
+        "the key 'dtype' stands twice",
+    ),
+    "metadata twice": (
+        b'{"__metadata__": {}, "__metadata__": {}, "a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]}}',
+        "the key '__metadata__' stands twice",
+    ),
+    "metadata twice, spelt otherwise": (
+        b'{"__metadata__": {}, "__m\\u0065tadata__": {}, "a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]}}',
+        "the key '__metadata__' stands twice",
+    ),
+    "metadata with a key twice": (
+        b'{"__metadata__": {"k": "1", "k": "1"}, "a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]}}',
+        "the key 'k' stands twice",
+    ),
     "field twice": (
         b'{"a": {"dtype": "U8", "dtype": "I8", "shape": [34], "data_offsets": [0, 34]}}',
         "the key 'dtype' stands twice",

@@ -233,9 +233,8 @@ class Snapshots(SessionCore):
                 session._check_room(position, reader.name)
                 marked, whole = session._marks_to_read(reader, position), None
                 if session._timeline.fills:
-                    whole = session._timeline.filled(
-                        position, functools.partial(_read_states, reader, session._timeline.layers, model.threads)
-                    )
+                    read = functools.partial(_read_states, reader, model.threads)
+                    whole = session._timeline.filled(position, read)
                 snapshot = Snapshot.from_reader(reader, marked, states=whole is None)
                 check_arrays(snapshot, model.config.num_hidden_layers, session._vocab, reader.name)
                 session._take(snapshot, reader.name, whole)
@@ -434,20 +433,9 @@ def _mark_of(point: Point) -> MarkSnapshot:
 
 
 def _read_states(
-    reader: SnapshotReader, layers: Sequence[Any], threads: int, wanted: Sequence[tuple[int, str, Sequence[Any]]]
+    reader: SnapshotReader, threads: int, wanted: Sequence[tuple[int, str, Sequence[Any]]]
 ) -> None:
-    """Read the arrays of layers, whose shapes have been compared, into a session's own memory."""
-    position, _ = stated_size(reader)
-    kinds = {"float32": "F32", "uint16": "BF16"}
-    wrong: dict[str, tuple[Any, Any]] = {}
-    for layer in layers:
-        for name, (_, dtype) in layer.shapes(position).items():
-            found, expected = reader.tensors[f"layers.{layer.layer}.{name}"].dtype, kinds[dtype.name]
-            if found != expected:
-                wrong[f"layers.{layer.layer}.{name}"] = (found, expected)
-    if wrong:
-        name, (a, b) = next(iter(wrong.items()))
-        raise SnapshotMismatchError(f"{reader.name}: {name} is {a}, expected {b}", wrong)
+    """Read the arrays of layers, whose shapes and dtypes have been compared, into a session's own memory."""
     read_all(reader, [(f"layers.{i}.{name}", pieces) for i, name, pieces in wanted], threads)
 
 
