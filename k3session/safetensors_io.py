@@ -34,6 +34,7 @@ __all__ = [
 #: A header larger than this is refused unread, as the safetensors library does.
 HEADER_LIMIT = 100_000_000
 _MAX_DIMENSIONS = 32
+_METADATA = "__metadata__"
 _UNIQUE = json.JSONDecoder(object_pairs_hook=unique_keys)
 
 DTYPE_BITS: dict[str, int] = {
@@ -160,24 +161,23 @@ def _entries(raw: bytes) -> Any:
     text = raw.decode("utf-8")
     entries = json.loads(text) if b"\\" not in raw else None  # which could spell a key another way
     if isinstance(entries, dict):
-        n = len(entries) - ("__metadata__" in entries)
-        counted = all(raw.count(key) == n for key in (b'"dtype"', b'"shape"', b'"data_offsets"'))
-        if counted and _metadata_is_plain(text, entries):
-            if all(type(e) is dict and (len(e) == 3 or n == "__metadata__") for n, e in entries.items()):
-                return entries
+        n = len(entries) - (_METADATA in entries)
+        once = all(raw.count(key) == n for key in (b'"dtype"', b'"shape"', b'"data_offsets"'))
+        once = once and all(type(e) is dict and (len(e) == 3 or k == _METADATA) for k, e in entries.items())
+        if once and _metadata_is_plain(text, entries):
+            return entries
     return json.loads(text, object_pairs_hook=unique_keys)
 
 
 def _metadata_is_plain(text: str, entries: dict[str, Any]) -> bool:
     """Whether there are no metadata, or they stand once and without a key twice; false also where that is not seen."""
-    found = text.count('"__metadata__"')
-    if found == 0 or "__metadata__" not in entries:
-        return found == 0 and "__metadata__" not in entries
-    start = text.find('"__metadata__":')
-    if found > 1 or start < 0:
+    found, key = text.count(f'"{_METADATA}"'), f'"{_METADATA}":'
+    if found == 0:
+        return _METADATA not in entries
+    if found > 1 or key not in text:
         return False
     try:
-        return bool(_UNIQUE.raw_decode(text, start + 15)[0] == entries["__metadata__"])
+        return bool(_UNIQUE.raw_decode(text, text.index(key) + len(key))[0] == entries.get(_METADATA))
     except ValueError:
         return False
 

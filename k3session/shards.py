@@ -155,7 +155,7 @@ class Shards:
     def read_in_large_pages(self, spans: Sequence[tuple[int, int]]) -> None:
         """Have what is read from the disk for these (address, bytes) come in pages of the largest size.
 
-        Large pages need few faults, and are read faster from then on.  What is in the page cache already stays as it is.
+        Large pages need few faults, and are read faster from then on.  What the page cache has already stays as it is.
         """
         for file, (array, base) in self._whole.items():
             inside = sorted((a - base, a - base + n) for a, n in spans if 0 <= a - base < array.size)

@@ -398,7 +398,7 @@ class SnapshotReader:
 
 
 def read_all(reader: Any, wanted: Sequence[tuple[str, Sequence[Any]]], threads: int) -> None:
-    """Read tensors into buffers, as `SnapshotReader.read_into` does each, by several threads where there is much to read.
+    """Read tensors into buffers, as `SnapshotReader.read_into` does, by several threads where there is much to read.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Restores and loads: memory that a session alone holds is written over, shared memory never, and a failure changes nothing."""
+"""Restores and loads: a session writes over memory that it alone holds; a failure changes nothing."""
 
 from __future__ import annotations
 

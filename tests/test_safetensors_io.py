@@ -110,13 +110,17 @@ BAD: dict[str, tuple[Any, str]] = {
         "the key 'a' stands twice",
     ),
     "name twice": (
-        b'{"a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]},'
-        b' "a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]}}',
+        (
+            b'{"a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]},'
+            b' "a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]}}'
+        ),
         "the key 'a' stands twice",
     ),
     "name twice, spelt otherwise": (
-        b'{"a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]},'
-        b' "\\u0061": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]}}',
+        (
+            b'{"a": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]},'
+            b' "\\u0061": {"dtype": "U8", "shape": [34], "data_offsets": [0, 34]}}'
+        ),
         "the key 'a' stands twice",
     ),
     "field twice, spelt otherwise": (

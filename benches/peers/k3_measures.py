@@ -107,7 +107,10 @@ class K3Bench(Bench):
 
         def read_fresh() -> None:
             # A loaded session is in memory that the process did not have before: so is this copy.
-            with open(plain, "rb", buffering=0) as source, mmap.mmap(-1, len(data), mmap.MAP_PRIVATE) as place:
+            with (
+                open(plain, "rb", buffering=0) as source,
+                mmap.mmap(-1, len(data), mmap.MAP_PRIVATE) as place,
+            ):
                 place.madvise(mmap.MADV_HUGEPAGE)
                 source.readinto(place)  # type: ignore[attr-defined]
 
