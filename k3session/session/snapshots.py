@@ -89,6 +89,9 @@ class Snapshots(SessionCore):
     def restore(self, snapshot: Snapshot) -> None:
         """Become what the snapshot says.  A snapshot that is refused changes nothing.
 
+        State that the session shares with no fork, mark or save in the background is written over, and takes no new
+        memory.
+
         Raises
         ------
         SnapshotMismatchError
