@@ -15,6 +15,7 @@ cdef extern from "<sys/mman.h>" nogil:
 cdef enum:
     FRONT = 64                          # bytes before what `allocate` gives: a cache line, which keeps the alignment
 cdef int64_t HUGE_PAGE = 2 << 20
+cdef int64_t LARGE = 8 << 20            # more than that has pages of its own: not each slab, a process may have 65530 mappings
 
 
 cdef void* aligned(int64_t nbytes) except NULL:
@@ -78,7 +79,7 @@ cdef class HostMemory(Memory):
         if nbytes < 0:
             raise MemoryError(f"could not allocate {nbytes} bytes")
         total = nbytes + FRONT
-        if total < HUGE_PAGE:
+        if nbytes <= LARGE:
             front = <char*>aligned(total)
             (<int64_t*>front)[0] = 0
             if zeroed:

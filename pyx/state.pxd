@@ -44,7 +44,7 @@ cdef class Timeline:
     cdef int64_t page_bytes(self) noexcept nogil
     cdef int reserve(self, int64_t positions) except -1
     cdef int own_page(self, int64_t number) except -1
-    cdef int add_pages(self, int64_t count) except -1
+    cdef int add_pages(self, int64_t count, bint zeroed=*) except -1
     cdef int room_for_pages(self, int64_t count) except -1
     cdef int upload_table(self) except -1
     cdef int check(self, int64_t position) noexcept nogil

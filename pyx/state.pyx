@@ -185,7 +185,7 @@ cdef class Timeline:
             self.page_room = room
         return 0
 
-    cdef int add_pages(self, int64_t count) except -1:
+    cdef int add_pages(self, int64_t count, bint zeroed=True) except -1:
         """New pages at the end of the table, in one slab."""
         cdef int64_t i, page = self.page_bytes()
         cdef Slab* slab
@@ -195,7 +195,7 @@ cdef class Timeline:
         if slab == NULL:
             raise MemoryError("could not allocate a slab of the latent cache")
         try:
-            slab.data = <char*>self.mla_memory.allocate(count * page)
+            slab.data = <char*>self.mla_memory.allocate(count * page, zeroed)
         except BaseException:
             free(slab)
             raise
@@ -436,19 +436,20 @@ cdef class Timeline:
     cdef Timeline room(self, int64_t position, bint over):
         """A timeline with memory for that many tokens, nothing of it written; with ``over`` what this one alone holds.
 
-        Not a device's memory, where a copy can fail: what lies there is left as it is.
+        Not where any of it is a device's, to which a copy can fail: what lies there is left as it is.
         """
         cdef int64_t i, pages = 0
         cdef Timeline made = self.empty()
+        over = over and self.kda_memory.mapped and self.mla_memory.mapped
         if self.page_bytes() > 0:
             pages = (position + self.page_rows - 1) // self.page_rows
         made.room_for_pages(pages)
-        if over and self.kda_memory.mapped and self.now.holders == 1:
+        if over and self.now.holders == 1:
             made.now = self.now
             made.now.holders += 1
         else:
             made.now = new_block(self.weights, self.kda_memory, False)
-        if over and self.mla_memory.mapped:
+        if over:
             for i in range(self.n_pages):
                 if made.n_pages < pages and self.pages[i].holders == 1:
                     self.pages[i].holders += 1
@@ -456,7 +457,7 @@ cdef class Timeline:
                     made.addresses[made.n_pages] = self.addresses[i]
                     made.n_pages += 1
         if made.n_pages < pages:
-            made.add_pages(pages - made.n_pages)
+            made.add_pages(pages - made.n_pages, not self.fills)  # where rows have gaps, these are zero
         return made
 
     def replace(self, int64_t position, list arrays) -> None:

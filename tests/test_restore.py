@@ -114,9 +114,9 @@ def test_without_memory_nothing_changes(cpu: k3.Model) -> None:
 
 def test_pages_in_memory_of_their_own(cpu: k3.Model) -> None:
     """Large blocks come from the kernel and not from malloc; all that is done with them gives the same bits."""
-    rows = 1 << 14
+    rows = 1 << 16
     with opened(cpu, 9) as small, opened(cpu, 9, rows=rows) as large:
-        assert large.nbytes - small.nbytes > 2 << 20
+        assert large.nbytes - small.nbytes > 8 << 20
         same_sessions(large, small)
         with large.fork() as fork:
             fork.restore(opened(cpu, 20, 5).snapshot())
