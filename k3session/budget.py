@@ -260,9 +260,10 @@ def divide(budget: int, process: int, session: int, need: Need, limits: Limits |
     if need.weights + PAGE * all_slots <= rest:
         return MemoryPlan(mapped=True, block=0, ring=0, slots=0, resident=0, streamed=0, **plan)
     if budget < smallest:
+        works = smallest + _MIB  # the next attempt finds a process that holds a little more
         raise ConfigError(
-            f"memory is {budget} bytes ({budget / _MIB:.0f} MiB); the smallest that works here is {smallest} "
-            f"({smallest // _MIB} MiB): the process holds {process // _MIB} MiB already, and a session takes "
+            f"memory is {budget} bytes ({budget / _MIB:.0f} MiB); the smallest that works here is {works} "
+            f"({works // _MIB} MiB): the process holds {process // _MIB} MiB already, and a session takes "
             f"{session // _MIB} MiB"
         )
     block = min(limits.block, max(limits.least_block, rest // 32 // _MIB * _MIB))
