@@ -59,6 +59,8 @@ ISAS: dict[str, list[str]] = {"base": []}
 if platform.machine() in ("x86_64", "AMD64"):
     ISAS["avx2"] = ["-mavx2", "-mfma", "-DK3_ISA_AVX2"]
     ISAS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DK3_ISA_AVX512"]
+# The op sources that use more of an instruction set than it always has.
+MORE = {("dot_packed.cpp", "avx512"): ["-mavx512bf16"]}
 # What a module is compiled again for, besides its own file and the headers of cuda/.
 DEPENDS = {
     "ops": ["build/generated/k3_build.h"],
@@ -160,7 +162,8 @@ class BuildExt(build_ext):
                 jobs.append((name, "common", [*FLAGS, *QUIET, *LAST]))
             else:
                 for isa, flags in ISAS.items():
-                    jobs.append((name, isa, [*FLAGS, *QUIET, *flags, f"-DK3_NS=k3_{isa}", *LAST]))
+                    more = MORE.get((source.name, isa), [])
+                    jobs.append((name, isa, [*FLAGS, *QUIET, *flags, *more, f"-DK3_NS=k3_{isa}", *LAST]))
         newest_header = max(os.path.getmtime(ROOT / h) for h in [*headers(), "setup.py"])
 
         def compile_one(job: tuple[str, str, list[str]]) -> str:

@@ -40,7 +40,7 @@ typedef struct k3_matrix {          // one weight matrix: on the CPU where the c
     int64_t cols;                   // in
     int64_t pitch;                  // bytes from one row of `data` to the next; on a GPU a multiple of 16, as `data` is
     int32_t dtype;                  // K3_F32 .. K3_Q8
-    int32_t _pad;
+    int32_t exact;                  // what it multiplies is never rounded for speed: the router
 } k3_matrix;
 
 typedef struct k3_exception {       // 32 columns of a compact row that its codes can't say

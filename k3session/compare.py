@@ -187,7 +187,7 @@ class Side:
 
     `read` understands ``FOLDER``, ``FOLDER@OPTION,OPTION...`` and the file of a trace.  Options are ``cpu``, ``cuda``,
     ``cuda:N``, ``isa=NAME``, ``threads=N``, ``latent=fp32|bf16``, ``weights=stored|compact|q8``,
-    ``prefill_precision=exact|bf16x2``, and ``kda=``, ``mla=``, ``dense=``, ``experts=`` with ``cpu`` or ``cuda``.
+    ``prefill_precision=exact|bf16|bf16x2``, and ``kda=``, ``mla=``, ``dense=``, ``experts=`` with ``cpu`` or ``cuda``.
     Without a folder before the ``@`` it is the model that ships.
     """
 

@@ -69,8 +69,8 @@ class Engine:
         self.recoded: dict[str, Any] | None = None
         if wanted.weights != "stored":
             self.recoded = recode(weights, wanted.weights, threads, progress)
-        split = wanted.prefill_precision == "bf16x2"
-        self.decoder: Any = Decoder(weights, threads, isa, self._tables, split)
+        split, rounded = wanted.prefill_precision == "bf16x2", wanted.prefill_precision == "bf16"
+        self.decoder: Any = Decoder(weights, threads, isa, self._tables, split, None, rounded)
         self.plan: MemoryPlan | None = None
         self.streamer: Any = None
         if memory is not None and checkpoint is not None:
@@ -82,7 +82,7 @@ class Engine:
                 self.close()
                 raise
             if self.streamer is not None:
-                self.decoder = Decoder(weights, threads, isa, self._tables, split, self.streamer)
+                self.decoder = Decoder(weights, threads, isa, self._tables, split, self.streamer, rounded)
 
     def _automatic(self, wanted: Wanted, progress: Callable[[str, int, int], object] | None) -> Placement:
         """Everything on the GPU where that can be, else what was asked for by name."""

@@ -164,9 +164,11 @@ class Model:
             bits a weight, for speed, with an error (docs/performance.md).  The embedding, the experts and MLA's
             kv_b_proj stay as stored, and for "q8" the router.
         prefill_precision
-            "exact": a prefill gives the bits of single steps.  "bf16x2": on a GPU, passes of one session with more
-            than 8 rows use the tensor cores, with each activation as the sum of two BF16 numbers, within 1e-4 of the
-            largest logit.
+            "exact": a prefill gives the bits of single steps.  The others are for passes of one session with more
+            than 8 rows.  "bf16", on the CPU: what BF16 matrices multiply is rounded to BF16, as the published code does
+            with all activations; faster on processors that multiply such numbers (AVX-512 BF16), and elsewhere not.
+            "bf16x2": on a GPU they use the tensor cores, with each activation as the sum of two BF16 numbers, within
+            1e-4 of the largest logit.
         memory
             What the process may have in memory, as bytes or a size such as ``"8GiB"``; ``"auto"`` is what is free now,
             less a tenth.  What does not fit within it is read from the files in every pass, with the same bits

@@ -13,14 +13,24 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from k3session import env
+from k3session._core.ops import multiplies_bf16
 from k3session.errors import ConfigError
 
-__all__ = ["COMPONENTS", "PARTS", "PREFILL_PRECISIONS", "WEIGHTS", "Placement", "Wanted", "suggestion"]
+__all__ = [
+    "COMPONENTS",
+    "PARTS",
+    "PREFILL_PRECISIONS",
+    "WEIGHTS",
+    "Placement",
+    "Wanted",
+    "precision_label",
+    "suggestion",
+]
 
 #: What can be placed apart from the trunk.
 COMPONENTS = ("kda", "mla", "dense", "experts")
 PARTS = ("trunk", *COMPONENTS)
-PREFILL_PRECISIONS = ("exact", "bf16x2")
+PREFILL_PRECISIONS = ("exact", "bf16", "bf16x2")
 #: The weights as the checkpoint has them, or the trunk recoded at load: see `k3session.Model.open`.
 WEIGHTS = ("stored", "compact", "q8")
 
@@ -85,6 +95,12 @@ class Wanted:
             choice = env.component_on_gpu(name) if value is None else value == "cuda"
             if choice is not None:
                 apart[name] = choice
+        if prefill_precision == "bf16":
+            if kind == "cuda" or any(apart.values()):
+                raise ConfigError(
+                    'prefill_precision="bf16" is for the CPU; expected "bf16x2" where a part is on a GPU'
+                )
+            kind = "cpu"
         if weights != "stored":
             if kind == "cuda" or any(apart.values()):
                 raise ConfigError(
@@ -97,6 +113,11 @@ class Wanted:
         """Return the placement with the trunk on the GPU or on the CPU."""
         parts = {c for c in COMPONENTS if self.apart.get(c, gpu)} | ({"trunk"} if gpu else set())
         return Placement(self.number, frozenset(parts))
+
+
+def precision_label(prefill_precision: str, isa: str) -> str:
+    """What snapshots record of it: "bf16dp" where the processor multiplies BF16 numbers, in another order."""
+    return "bf16dp" if prefill_precision == "bf16" and multiplies_bf16(isa) else prefill_precision
 
 
 def suggestion(sizes: dict[str, int], room: int, parts: frozenset[str]) -> str:

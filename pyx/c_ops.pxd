@@ -20,6 +20,7 @@ cdef extern from "ops.h" nogil:
         int64_t cols
         int64_t pitch
         int32_t dtype
+        int32_t exact
 
     ctypedef struct k3_exception:
         uint32_t group
@@ -149,6 +150,7 @@ cdef extern from "ops.h" nogil:
 cdef extern from "host/host.h" nogil:
     ctypedef struct k3_cpu:
         int32_t threads
+        int32_t inputs
         float* x
         int64_t x_floats
         float* work
@@ -159,6 +161,7 @@ cdef extern from "host/host.h" nogil:
     void k3_cpu_sizes(const k3_dims*, int64_t, int64_t*, int64_t*, int64_t*) noexcept
     int k3_cpu_ops(int, k3_ops*) noexcept
     int k3_cpu_best_isa() noexcept
+    int k3_cpu_rounded(int) noexcept
     uint64_t k3_probe_read(int, const void*, int64_t) noexcept
     unsigned int k3_float_mode_enter() noexcept
     void k3_float_mode_leave(unsigned int) noexcept

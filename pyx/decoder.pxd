@@ -135,6 +135,7 @@ cdef class Decoder:
     cdef readonly str isa
     cdef readonly DeviceTables device
     cdef readonly bint split_activations
+    cdef readonly bint round_inputs
     cdef readonly Streamer streamer     # where weights of the host are read while a pass runs, else None
 
     cdef bint on_device(self, str part)

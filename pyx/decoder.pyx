@@ -114,16 +114,19 @@ cdef class Decoder:
         Prefill on the device's tensor cores.
     streamer : Streamer, optional
         Reads the host's part of the weights while passes run.
+    round_inputs : bool
+        Prefill on the host with the inputs of BF16 matrices rounded to BF16.
     """
 
     def __cinit__(self, Weights weights not None, int threads, str isa, DeviceTables device=None,
-                  bint split_activations=False, Streamer streamer=None):
+                  bint split_activations=False, Streamer streamer=None, bint round_inputs=False):
         self.weights = weights
         self.streamer = streamer
         self.threads = threads
         self.isa = isa
         self.device = device
         self.split_activations = split_activations
+        self.round_inputs = round_inputs
 
     cdef bint on_device(self, str part):
         """Whether a part of the model runs on the device."""
@@ -821,7 +824,8 @@ cdef class Scratch:
         cdef CudaOps gpu
         if not on_device:
             kind = CpuOps if d.streamer is None else StreamOps
-            return Side(d, kind(d.weights, self.rows, d.threads, d.isa, d.streamer), self.rows, self.segments_room)
+            ops = kind(d.weights, self.rows, d.threads, d.isa, d.streamer, d.round_inputs)
+            return Side(d, ops, self.rows, self.segments_room)
         gpu = CudaOps(d.device.memory, self.rows, d.split_activations)
         gpu.prepare(&d.weights.dims)
         return Side(d, gpu, self.rows, self.segments_room)

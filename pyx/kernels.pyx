@@ -41,7 +41,7 @@ from k3session._core.ops cimport (
 )
 
 from k3session._core.arguments import describe
-from k3session._core.ops import best_isa
+from k3session._core.ops import best_isa, multiplies_bf16
 from k3session.errors import ConfigError, K3Error
 
 DIMS = {
@@ -70,6 +70,8 @@ cdef class Kernels:
         The most rows in a call; with the dimensions it fixes the size of the work buffers, as for a model.
     poisoned : bool
         Fill the work buffers with NaN before each call.
+    rounded : bool
+        What BF16 matrices multiply in `linear` and `gate_up` is rounded to BF16, on the host.
     **dims
         Names of `DIMS`, which are those of ``k3_dims`` in cuda/ops.h, and their values.
 
@@ -92,7 +94,7 @@ cdef class Kernels:
     cdef object frequencies             # float64[rope / 2]
     cdef bint holding                   # of the thread pool
 
-    def __cinit__(self, isa=None, int threads=1, int64_t rows=64, bint poisoned=False, **dims):
+    def __cinit__(self, isa=None, int threads=1, int64_t rows=64, bint poisoned=False, bint rounded=False, **dims):
         unknown = set(dims) - set(DIMS)
         if unknown:
             raise TypeError(f"unknown dimensions {sorted(unknown)}: expected some of {list(DIMS)}")
@@ -116,6 +118,7 @@ cdef class Kernels:
         op_table(self.isa, &self.table)
         self.table.ctx = &self.cpu
         self.cpu.threads = threads
+        self.cpu.inputs = 0 if not rounded else 2 if multiplies_bf16(self.isa) else 1
         buffer_sizes(&self.d, rows, &self.cpu.x_floats, &self.cpu.work_floats, &self.cpu.list_items)
         self.cpu.x = <float*>aligned(self.cpu.x_floats * 4)
         self.cpu.work = <float*>aligned(self.cpu.work_floats * 4)

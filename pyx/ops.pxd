@@ -30,6 +30,7 @@ cdef class Ops:
 cdef class CpuOps(Ops):
     cdef k3_cpu cpu               # threads and work buffers of one pass in flight; the table's ctx
     cdef bint holds_pool
+    cdef int rounded              # what cpu.inputs is in passes that round
     cdef readonly str isa         # "base", "avx2" or "avx512"
 
 cdef int op_table(str isa, k3_ops* table) except -1

@@ -10,6 +10,7 @@ from k3session._core.c_ops cimport (
     k3_compact_plan,
     k3_cpu_best_isa,
     k3_cpu_ops,
+    k3_cpu_rounded,
     k3_cpu_sizes,
     k3_dims,
     k3_exception,
@@ -31,6 +32,9 @@ from k3session.errors import ConfigError
 
 cdef extern from "k3_build.h":
     const char* K3_BUILD
+
+cdef enum:
+    ROUNDED_FROM = 8                    # passes with more rows may round, as on a GPU
 
 ISAS = ("base", "avx2", "avx512")
 BUILD = K3_BUILD.decode()               # digest of the sources and flags of the compiled core
@@ -104,6 +108,11 @@ def best_isa() -> str:
     return ISAS[k3_cpu_best_isa()]
 
 
+def multiplies_bf16(isa: str) -> bool:
+    """Whether that instruction set, on this processor, multiplies pairs of BF16 numbers."""
+    return k3_cpu_rounded(ISAS.index(isa)) == 2
+
+
 def hold_pool() -> None:
     """Keeps the process's thread pool; paired with release_pool()."""
     k3_pool_hold()
@@ -162,15 +171,18 @@ cdef class Ops:
 cdef class CpuOps(Ops):
     """The ops of one instruction set for passes of up to ``rows`` rows on up to ``threads`` threads.
 
-    ``streamer`` is for `StreamOps`.
+    ``streamer`` is for `StreamOps`.  ``round_inputs``: in passes of one session with more than `ROUNDED_FROM` rows, what
+    BF16 matrices multiply is rounded to BF16.
     """
 
-    def __cinit__(self, Weights weights not None, int64_t rows, int threads, str isa, streamer=None):
+    def __cinit__(self, Weights weights not None, int64_t rows, int threads, str isa, streamer=None,
+                  bint round_inputs=False):
         cdef int64_t x_floats, work_floats, list_items
         op_table(isa, &self.table)
         k3_pool_hold()                  # for as long as a pass could use the threads
         self.holds_pool = True
         self.isa = isa
+        self.rounded = k3_cpu_rounded(ISAS.index(isa)) if round_inputs else 0
         self.memory = HOST
         self.rows = rows
         self.table.ctx = &self.cpu
@@ -191,6 +203,10 @@ cdef class CpuOps(Ops):
         free(self.cpu.list)
         free(self.cpu.work)
         free(self.cpu.x)
+
+    cdef int begin(self, PassShape shape, int64_t mail_bytes) noexcept nogil:
+        self.cpu.inputs = self.rounded if shape.segments == 1 and shape.rows > ROUNDED_FROM else 0
+        return 0
 
     @property
     def nbytes(self) -> int:

@@ -235,7 +235,8 @@ cdef void* paged(int64_t nbytes) except NULL:
 cdef class StreamOps(CpuOps):
     """The ops of one instruction set over weights that a `Streamer` brings to memory; one pass of it at a time."""
 
-    def __cinit__(self, Weights weights not None, int64_t rows, int threads, str isa, Streamer streamer=None):
+    def __cinit__(self, Weights weights not None, int64_t rows, int threads, str isa, Streamer streamer=None,
+                  bint round_inputs=False):
         cdef int64_t experts = max(1, weights.dims.num_experts)
         cdef int64_t hidden = rows * streamer.widest * 4, row = weights.tables.embed_tokens.pitch + 3 * K3_PAGE
         self.streamer = streamer
@@ -266,6 +267,8 @@ cdef class StreamOps(CpuOps):
         return self.entered
 
     cdef int begin(self, PassShape shape, int64_t mail_bytes) noexcept nogil:
+        CpuOps.begin(self, shape, mail_bytes)
+        self.streaming.cpu.inputs = self.cpu.inputs
         if not self.entered:                # a commit: no matrix is needed
             return 0
         self.streaming.at = self.streaming.moe = 0

@@ -230,6 +230,7 @@ cdef class Weights:
             E = c.num_experts
             latent, inner = c.routed_expert_hidden_size, c.moe_intermediate_size
             L.moe.gate = self._matrix(checkpoint, moe + "gate.weight", E, d)
+            L.moe.gate.exact = 1
             L.moe.e_score_correction_bias = self._vector(checkpoint.values(moe + "gate.e_score_correction_bias"))
             L.moe.routed_expert_down_proj = self._matrix(checkpoint, moe + "routed_expert_down_proj.weight", latent, d)
             L.moe.routed_expert_up_proj = self._matrix(checkpoint, moe + "routed_expert_up_proj.weight", d, latent)

@@ -43,6 +43,14 @@ extern "C" int k3_cpu_best_isa(void) {
     return 0;
 }
 
+extern "C" int k3_cpu_rounded(int isa) {
+#if defined(__x86_64__)
+    if (isa == 2 && __builtin_cpu_supports("avx512bf16")) return 2;
+#endif
+    (void)isa;
+    return 1;
+}
+
 extern "C" int k3_cpu_ops(int isa, k3_ops* table) {
     if (isa < 0 || isa > k3_cpu_best_isa()) return 0;
 #if defined(__x86_64__)

@@ -8,14 +8,11 @@
 
 #include "dot.h"
 
-#include "tile.h"
+#include "strips.h"
 
 namespace K3_NS {
 
 namespace {
-
-// Weights that a tile can widen as it goes.
-template <int DT> constexpr bool is_plain() { return DT == K3_BF16 || DT == K3_F32; }
 
 // ---------------------------------------------------------------------------------------------
 // A few rows of inputs: packed weights stream by, are widened in registers, and meet them there.
@@ -217,54 +214,6 @@ template <int DT> static inline void dot_one(const k3_matrix* w, int64_t r0, int
     for (; r < r1; ++r) dot_plain<DT, 1>(w, r, x, y + (r - r0));
 }
 
-// ---------------------------------------------------------------------------------------------
-// Several rows of inputs: strips of weights meet tiles of inputs (tile.h).
-// ---------------------------------------------------------------------------------------------
-
-// Groups of columns at a time, so that a strip stays in the first-level cache, and rows of inputs, so that they stay in the
-// second.  BF16 and F32 are met where they lie; packed weights, and a last group that is not whole, are widened before.
-enum { ROWS = 32 };
-template <int DT>
-static void dot_strips(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows) {
-    constexpr bool plain = is_plain<DT>();
-    constexpr Form form = DT == K3_BF16 ? FORM_BF16 : DT == K3_F32 ? FORM_F32 : FORM_PAIRS;
-    constexpr int64_t depth = DT == K3_BF16 ? 64 : DT == K3_F32 ? 32 : 16, wide_room = plain ? 1 : depth;
-    float wide[STRIP][wide_room * 32] __attribute__((aligned(64)));
-    float sums[ROWS * STRIP * 16] __attribute__((aligned(64)));
-    const v_table table = table_of<DT>(w);
-    const int64_t groups = plain ? w->cols / 32 : (w->cols + 31) / 32;
-    Strip strip;
-    strip.step = DT == K3_F32 ? 128 : DT == K3_BF16 ? 64 : DT == K3_COMPACT ? 48 : DT == K3_Q8 ? 32 : 16;
-    for (int64_t r = r0; r < r1; r += STRIP) {
-        const int64_t n_rows = min64(STRIP, r1 - r);
-        Row row[STRIP];
-        for (int64_t n = 0; n < STRIP; ++n) row[n] = row_of<DT>(w, r + min64(n, n_rows - 1));   // the last one again
-        const auto begin = [&](int64_t group, int64_t count, bool widen) {
-            strip.groups = count;
-            strip.fresh = group == 0;
-            for (int n = 0; n < STRIP + PARTS; ++n) strip.ahead[n] = row[0].data + (STRIP + n) * w->pitch + group * strip.step;
-            for (int n = 0; n < STRIP; ++n) {
-                strip.row[n] = widen ? (const char*)wide[n] : row[n].data + group * strip.step;
-                for (int64_t g = group; widen && g < group + count; ++g) {
-                    vf a, b;
-                    load_any<DT>(row[n], table, g, min64(32, w->cols - g * 32), a, b);
-                    v_store_pair(wide[n] + (g - group) * 32, a, b);
-                }
-            }
-        };
-        for (int64_t g = 0; g < groups; g += depth) {
-            begin(g, min64(depth, groups - g), !plain);
-            tiles<form>(strip, x, g * 32, rows, sums);
-        }
-        if (groups * 32 < w->cols) {
-            begin(groups, 1, true);
-            tiles<FORM_PAIRS>(strip, x, groups * 32, rows, sums);
-        }
-        for (int64_t m = 0; m < rows; ++m)
-            for (int64_t n = 0; n < n_rows; ++n) y[m][r - r0 + n] = v_sum(v_load(sums + (m * STRIP + n) * 16));
-    }
-}
-
 template <int DT>
 static inline void dot(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows) {
     if constexpr (is_plain<DT>()) {
@@ -274,7 +223,7 @@ static inline void dot(const k3_matrix* w, int64_t r0, int64_t r1, const float* 
         if (rows == 2) return dot_few<DT, 2>(w, r0, r1, x, y);
         if (rows == 3) return dot_few<DT, 3>(w, r0, r1, x, y);
     }
-    for (int64_t m = 0; m < rows; m += ROWS) dot_strips<DT>(w, r0, r1, x + m, y + m, min64(ROWS, rows - m));
+    dot_strips<DT, false>(w, r0, r1, x, y, rows);
 }
 
 }  // namespace

@@ -20,13 +20,28 @@ K3_INLINE int64_t row_bytes(const k3_matrix* w) {
     return w->pitch + (w->dtype == K3_MXFP4 ? w->cols / 32 : w->dtype == K3_Q8 ? w->pitch / 32 * 2 : 0);
 }
 
+// What inputs become, beside their order: nothing else; rounded to BF16; or packed as BF16, in the order of the columns, for a
+// processor that multiplies pairs of such numbers.  The second and third are for BF16 weights and prefill_precision="bf16".
+enum Inputs { INPUTS_EXACT = 0, INPUTS_ROUNDED = 1, INPUTS_PACKED = 2 };
+K3_INLINE Inputs inputs_of(const k3_cpu* cpu, const k3_matrix* w) {
+    const bool bf16 = w->dtype == K3_BF16 || w->dtype == K3_COMPACT;
+    return bf16 && !w->exact ? (Inputs)cpu->inputs : INPUTS_EXACT;
+}
+
 // 32 inputs (n of them real) in the order in which weights of this dtype meet them.
-K3_INLINE void prepare_32(const float* x, int64_t n, int32_t dtype, float* out) {
+K3_INLINE void prepare_32(const float* x, int64_t n, int32_t dtype, float* out, Inputs how = INPUTS_EXACT) {
     float t[32] = {0};
-    if (n < 32) {
+    if (n < 32 || how != INPUTS_EXACT) {
         memcpy(t, x, (size_t)n * 4);
         x = t;
     }
+    if (how == INPUTS_PACKED) {
+        uint16_t* packed = (uint16_t*)out;
+        for (int c = 0; c < 32; ++c) packed[c] = f32_to_bf16(t[c]);
+        return;
+    }
+    if (how == INPUTS_ROUNDED)
+        for (int c = 0; c < 32; ++c) t[c] = bf16_to_f32(f32_to_bf16(t[c]));
     vf a, b;
     if (is_split(dtype)) {
         v_load_split(x, a, b);
@@ -38,12 +53,19 @@ K3_INLINE void prepare_32(const float* x, int64_t n, int32_t dtype, float* out) 
 }
 
 // One row of inputs: out holds padded(n) floats.
-K3_INLINE void prepare_row(const float* x, int64_t n, int32_t dtype, float* out) {
-    for (int64_t c = 0; c < n; c += 32) prepare_32(x + c, min64(32, n - c), dtype, out + c);
+K3_INLINE void prepare_row(const float* x, int64_t n, int32_t dtype, float* out, Inputs how = INPUTS_EXACT) {
+    for (int64_t c = 0; c < n; c += 32) prepare_32(x + c, min64(32, n - c), dtype, out + (how == INPUTS_PACKED ? c / 2 : c), how);
 }
 
 // y[m][0 .. r1 - r0) = rows r0 .. r1 of the weights times the prepared inputs x[m], for up to any number of rows.
 void multiply(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows);
+// The same for packed inputs, on the instruction set for which k3_cpu_rounded is 2.
+void multiply_packed(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows);
+K3_INLINE void multiply(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows,
+                        Inputs how) {
+    if (how == INPUTS_PACKED) multiply_packed(w, r0, r1, x, y, rows);
+    else multiply(w, r0, r1, x, y, rows);
+}
 
 }  // namespace K3_NS
 #endif

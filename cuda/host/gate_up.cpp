@@ -15,6 +15,7 @@ struct Run {
     const float *xg, *xu;             // [rows, padded cols] prepared for each matrix
     float* h;
     int64_t rows;
+    Inputs how_gate, how_up;
 };
 
 void piece(void* arg, int64_t i) {
@@ -29,7 +30,8 @@ void piece(void* arg, int64_t i) {
             xu[m] = run->xu + (m0 + m) * ld;
             h[m] = run->h + (m0 + m) * run->gate->rows + r0;
         }
-        situ_block(run->gate, run->up, r0, n, xg, xu, h, count, run->dims->situ_beta, run->dims->situ_linear_beta);
+        situ_block(run->gate, run->up, r0, n, xg, xu, h, count, run->dims->situ_beta, run->dims->situ_linear_beta, run->how_gate,
+                   run->how_up);
     }
 }
 
@@ -38,12 +40,13 @@ void piece(void* arg, int64_t i) {
 int gate_up(void* ctx, const k3_dims* dims, const k3_matrix* gate, const k3_matrix* up, const float* x, float* h, int64_t rows) {
     const k3_cpu* cpu = (const k3_cpu*)ctx;
     const int64_t ld = padded(gate->cols);
-    const bool same = is_split(gate->dtype) == is_split(up->dtype);
+    const Inputs how_gate = inputs_of(cpu, gate), how_up = inputs_of(cpu, up);
+    const bool same = is_split(gate->dtype) == is_split(up->dtype) && how_gate == how_up;
     if (rows * ld * (same ? 1 : 2) > cpu->x_floats) return 1;
-    Run run = {dims, gate, up, cpu->x, same ? cpu->x : cpu->x + rows * ld, h, rows};
+    Run run = {dims, gate, up, cpu->x, same ? cpu->x : cpu->x + rows * ld, h, rows, how_gate, how_up};
     for (int64_t r = 0; r < rows; ++r) {
-        prepare_row(x + r * gate->cols, gate->cols, gate->dtype, cpu->x + r * ld);
-        if (!same) prepare_row(x + r * gate->cols, gate->cols, up->dtype, cpu->x + (rows + r) * ld);
+        prepare_row(x + r * gate->cols, gate->cols, gate->dtype, cpu->x + r * ld, how_gate);
+        if (!same) prepare_row(x + r * gate->cols, gate->cols, up->dtype, cpu->x + (rows + r) * ld, how_up);
     }
     const int64_t pieces = (gate->rows + K3_SITU_ROWS - 1) / K3_SITU_ROWS;
     const bool small = 2 * gate->rows * row_bytes(gate) * rows < 2 * K3_PIECE_BYTES;

@@ -12,7 +12,7 @@
 // The ctx of the CPU's op table.  One per pass in flight, so that sessions run side by side.
 typedef struct k3_cpu {
     int32_t threads;
-    int32_t _pad;
+    int32_t inputs;          // of this pass: 0 as they are, or what k3_cpu_rounded says
     float* x;                // prepared inputs: [rows, cols rounded up to 32] of up to two inputs
     int64_t x_floats;
     float* work;             // hidden rows of the experts; partial results of attention
@@ -30,6 +30,9 @@ void k3_cpu_sizes(const k3_dims* dims, int64_t rows, int64_t* x_floats, int64_t*
 int k3_cpu_ops(int isa, k3_ops* table);
 // The best instruction set that this processor has and this build carries.
 int k3_cpu_best_isa(void);
+// How passes round the inputs of BF16 matrices that are told to (Inputs in dot.h): 1 to BF16 numbers as float32, 2 to BF16 where
+// this instruction set multiplies those.
+int k3_cpu_rounded(int isa);
 // Rounding to nearest and subnormals kept, whatever another library has set in this thread; leave restores it.
 unsigned int k3_float_mode_enter(void);
 void k3_float_mode_leave(unsigned int before);

@@ -16,6 +16,7 @@ struct Run {
     const float* x[K3_JOBS];          // [rows, padded cols] prepared inputs of each job
     int64_t first[K3_JOBS + 1];       // first piece of each job
     int64_t step[K3_JOBS];            // rows of weights in a piece
+    Inputs how[K3_JOBS];
     int64_t n_jobs, rows;
 };
 
@@ -34,7 +35,7 @@ void piece(void* arg, int64_t i) {
             x[m] = run->x[j] + (m0 + m) * ldx;
             y[m] = job->y + (m0 + m) * job->ldy + r0;
         }
-        multiply(job->w, r0, r1, x, y, n);
+        multiply(job->w, r0, r1, x, y, n, run->how[j]);
     }
 }
 
@@ -53,15 +54,18 @@ int linear(void* ctx, const k3_linear_job* jobs, int64_t n_jobs, int64_t rows) {
     for (int64_t j = 0; j < n_jobs; ++j) {
         const k3_matrix* w = jobs[j].w;
         const bool split = is_split(w->dtype);
+        run.how[j] = inputs_of(cpu, w);
         int64_t same = 0;             // an earlier job with this input, prepared the same way
-        while (same < j && !(jobs[same].x == jobs[j].x && is_split(jobs[same].w->dtype) == split)) ++same;
+        while (same < j && !(jobs[same].x == jobs[j].x && is_split(jobs[same].w->dtype) == split && run.how[same] == run.how[j]))
+            ++same;
         if (same < j) {
             run.x[j] = run.x[same];
         } else {
             const int64_t ld = padded(w->cols);
             if (free + rows * ld > cpu->x + cpu->x_floats) return 1;
             run.x[j] = free;
-            for (int64_t r = 0; r < rows; ++r, free += ld) prepare_row(jobs[j].x + r * jobs[j].ldx, w->cols, w->dtype, free);
+            for (int64_t r = 0; r < rows; ++r, free += ld)
+                prepare_row(jobs[j].x + r * jobs[j].ldx, w->cols, w->dtype, free, run.how[j]);
         }
         bytes += w->rows * row_bytes(w);
     }

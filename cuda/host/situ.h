@@ -13,7 +13,8 @@ enum { K3_SITU_ROWS = 32, K3_SITU_TILE = 32 };     // hidden values, and rows of
 
 // h[m][0 .. n) = SiTU of hidden values r0 .. r0 + n of gate and up for the prepared inputs of `count` rows.
 static inline void situ_block(const k3_matrix* gate, const k3_matrix* up, int64_t r0, int64_t n, const float* const* xg,
-                              const float* const* xu, float* const* h, int64_t count, float beta, float linear_beta) {
+                              const float* const* xu, float* const* h, int64_t count, float beta, float linear_beta,
+                              Inputs how_gate = INPUTS_EXACT, Inputs how_up = INPUTS_EXACT) {
     float g[K3_SITU_TILE][K3_SITU_ROWS] __attribute__((aligned(64)));
     float u[K3_SITU_TILE][K3_SITU_ROWS] __attribute__((aligned(64)));
     float *gp[K3_SITU_TILE], *upp[K3_SITU_TILE];
@@ -21,8 +22,8 @@ static inline void situ_block(const k3_matrix* gate, const k3_matrix* up, int64_
         gp[m] = g[m];
         upp[m] = u[m];
     }
-    multiply(gate, r0, r0 + n, xg, gp, count);
-    multiply(up, r0, r0 + n, xu, upp, count);
+    multiply(gate, r0, r0 + n, xg, gp, count, how_gate);
+    multiply(up, r0, r0 + n, xu, upp, count, how_up);
     for (int64_t m = 0; m < count; ++m)
         for (int64_t c = 0; c < n; c += 16) {
             const int64_t k = min64(16, n - c);

@@ -23,6 +23,12 @@ K3_INLINE part p_even(const char* p) { return _mm512_castsi512_ps(_mm512_slli_ep
 K3_INLINE part p_odd(const char* p) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000u)));
 }
+#if defined(__AVX512BF16__)
+// 16 sums of two products of BF16 numbers each.
+K3_INLINE part p_products(part sum, part a, part b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_castps_si512(a), (__m512bh)_mm512_castps_si512(b));
+}
+#endif
 #elif defined(K3_ISA_AVX2)
 enum { PARTS = 2, STRIP = 4, TILE = 3 };
 typedef __m256 part;
@@ -48,9 +54,25 @@ K3_INLINE part p_odd(const char* p) { return (part)((u4)p_load(p) & 0xffff0000u)
 #endif
 enum { LANES = 16 / PARTS };
 
-// How weights lie that a tile meets: as the checkpoint has them, or widened as v_store_pair does it.
-enum Form { FORM_BF16, FORM_F32, FORM_PAIRS };
-K3_INLINE int64_t group_bytes(Form form) { return form == FORM_BF16 ? 64 : 128; }
+// How weights lie that a tile meets: as the checkpoint has them, widened as v_store_pair does it, or as BF16 that meets BF16.
+enum Form { FORM_BF16, FORM_F32, FORM_PAIRS, FORM_PACKED };
+K3_INLINE constexpr int64_t group_bytes(Form form) { return form == FORM_BF16 || form == FORM_PACKED ? 64 : 128; }
+
+// Unpacked weights as a tile takes them: widened, or as BF16 in the order of the columns (they are even and odd ones here).
+template <Form F> K3_INLINE void store_unpacked(float* p, vf a, vf b) {
+    if (F == FORM_PAIRS) {
+        v_store_pair(p, a, b);
+        return;
+    }
+    float even[16], odd[16];
+    uint16_t* words = (uint16_t*)p;
+    v_store(even, a);
+    v_store(odd, b);
+    for (int i = 0; i < 16; ++i) {
+        words[2 * i] = (uint16_t)(m_word(even[i]) >> 16);
+        words[2 * i + 1] = (uint16_t)(m_word(odd[i]) >> 16);
+    }
+}
 
 // Part p of the first or the second vector (columns.h) of a group.
 template <Form F, int SECOND> K3_INLINE part p_weights(const char* group, int p) {
@@ -84,6 +106,16 @@ template <Form F, int M, int ASKS> static inline void tile(const Strip& w, const
         for (int64_t g = 0; g < groups; ++g) {
             part v[M];
             for (int i = 0; i < ASKS; ++i) __builtin_prefetch(ahead[i] + g * step);
+#if defined(K3_ISA_AVX512) && defined(__AVX512BF16__)
+            if (F == FORM_PACKED) {
+                for (int m = 0; m < M; ++m) v[m] = p_load(in[m] + 16 * g);
+                for (int n = 0; n < STRIP; ++n) {
+                    const part u = p_load(row[n] + g * 64);
+                    for (int m = 0; m < M; ++m) acc[m][n] = p_products(acc[m][n], u, v[m]);
+                }
+                continue;
+            }
+#endif
             for (int m = 0; m < M; ++m) v[m] = p_load(in[m] + 32 * g);
             for (int n = 0; n < STRIP; ++n) {
                 const part u = p_weights<F, 0>(row[n] + g * group_bytes(F), p);

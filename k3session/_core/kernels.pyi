@@ -19,7 +19,13 @@ MAX_JOBS: Final[int]
 @final
 class Kernels:
     def __new__(
-        cls, isa: str | None = None, threads: int = 1, rows: int = 64, poisoned: bool = False, **dims: float
+        cls,
+        isa: str | None = None,
+        threads: int = 1,
+        rows: int = 64,
+        poisoned: bool = False,
+        rounded: bool = False,
+        **dims: float,
     ) -> Self: ...
     @property
     def isa(self) -> str: ...

@@ -50,7 +50,15 @@ class Streamer:
 
 @disjoint_base
 class StreamOps(CpuOps):
-    def __new__(cls, weights: Weights, rows: int, threads: int, isa: str, streamer: Any = None) -> Self: ...
+    def __new__(
+        cls,
+        weights: Weights,
+        rows: int,
+        threads: int,
+        isa: str,
+        streamer: Any = None,
+        round_inputs: bool = False,
+    ) -> Self: ...
     @property
     def streamer(self) -> Streamer: ...
     def counts(self, clear: bool = False) -> tuple[int, int, int, int]: ...

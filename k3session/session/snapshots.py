@@ -17,6 +17,7 @@ from k3session._core.ops import BUILD
 from k3session.errors import CapacityError, ConfigError, K3Error, SnapshotError, SnapshotMismatchError
 from k3session.identity import check_arrays, check_facts, check_size
 from k3session.marks import NO_POINTS, Marks, Origin, Point, Points, fitting
+from k3session.placement import precision_label
 from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling
 from k3session.saving import SaveJob
@@ -295,7 +296,7 @@ class Snapshots(SessionCore):
             "latent": self._latent,
             # Compact weights are the stored ones to the bit.
             "weights": "q8" if model.weights == "q8" else "stored",
-            "prefill_precision": model.prefill_precision,
+            "prefill_precision": precision_label(model.prefill_precision, model.isa),
             "sampling": self.sampling.to_dict() if self.sampling is not None else None,
             "embeddings": digests if include_tokens else {},
             "meta": check_meta(meta),

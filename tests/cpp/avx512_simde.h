@@ -52,6 +52,26 @@ static inline simde__m512i k3_cvtepi8_epi32(__m128i a) {
     return simde_mm512_loadu_si512(out);
 }
 
+// Each product pair as the instruction adds it: the odd one first, fused, without subnormals.
+static inline simde__m512 k3_dpbf16_ps(simde__m512 sum, simde__m512i a, simde__m512i b) {
+    uint32_t x[16], y[16];
+    float s[16];
+    simde_mm512_storeu_si512(x, a);
+    simde_mm512_storeu_si512(y, b);
+    simde_mm512_storeu_ps(s, sum);
+    for (int i = 0; i < 16; ++i)
+        for (int half = 1; half >= 0; --half) {
+            const uint32_t u = half ? x[i] & 0xffff0000u : x[i] << 16, v = half ? y[i] & 0xffff0000u : y[i] << 16;
+            float p, q;
+            memcpy(&p, &u, 4);
+            memcpy(&q, &v, 4);
+            s[i] = __builtin_fmaf(p, q, s[i]);
+        }
+    return simde_mm512_loadu_ps(s);
+}
+#define __AVX512BF16__ 1
+#define __m512bh simde__m512i
+
 static inline simde__m512 k3_cvtepi32_ps(simde__m512i a) {
     int32_t in[16];
     float out[16];
@@ -94,5 +114,6 @@ static inline __m256 k3_extractf32x8_ps(simde__m512 a, int half) {
 #define _mm512_maskz_loadu_ps k3_maskz_loadu_ps
 #define _mm512_mask_storeu_ps k3_mask_storeu_ps
 #define _mm512_extractf32x8_ps k3_extractf32x8_ps
+#define _mm512_dpbf16_ps k3_dpbf16_ps
 
 #endif

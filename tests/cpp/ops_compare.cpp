@@ -7,6 +7,7 @@
 //
 // Compile with -DK3_FIRST=k3_avx2 -DK3_SECOND=k3_avx512 -DK3_TOLERANCE=0 (of the largest value) and, as K3_NEEDS_ISA,
 // the number of the best instruction set that the processor must have.  The argument is the number of rounds.
+// With -DK3_PACKED=1 the second one multiplies rounded inputs as BF16, which adds in another order: 1e-5 of the largest value.
 // Exit status: 0 all agree, 1 some differ, 77 this processor cannot run it.
 
 #include "host/host.h"
@@ -22,6 +23,9 @@
 #include <string>
 #include <vector>
 
+#ifndef K3_PACKED
+#define K3_PACKED 0
+#endif
 #define K3_JOIN2(a, b) a##b
 #define K3_JOIN(a, b) K3_JOIN2(a, b)
 #define K3_TEXT2(a) #a
@@ -166,11 +170,13 @@ struct Out {
 };
 
 int g_threads = 1, g_failures = 0, g_checks = 0;
+bool g_rounded = false;                              // inputs of BF16 matrices are
+double g_tolerance = K3_TOLERANCE;
 
 bool same(float a, float b, float largest) {
     if (isnan(a) || isnan(b)) return isnan(a) && isnan(b);
-    if (K3_TOLERANCE == 0) return memcmp(&a, &b, 4) == 0;
-    return a == b || fabsf(a - b) <= (float)K3_TOLERANCE * largest;
+    if (g_tolerance == 0) return memcmp(&a, &b, 4) == 0;
+    return a == b || fabsf(a - b) <= (float)g_tolerance * largest;
 }
 
 typedef std::function<int(const k3_ops&, Out&)> Call;
@@ -183,6 +189,7 @@ void run(void (*fill)(k3_ops*), const k3_dims& dims, int64_t rows, const Call& c
     Floats x((size_t)cpu.x_floats, NAN), work((size_t)cpu.work_floats, NAN);
     std::vector<int64_t> list((size_t)cpu.list_items, -1);
     cpu.threads = g_threads;
+    cpu.inputs = !g_rounded ? 0 : K3_PACKED && fill == K3_JOIN(K3_SECOND, _table) ? 2 : 1;
     cpu.x = x.data();
     cpu.work = work.data();
     cpu.list = list.data();
@@ -387,6 +394,28 @@ void check_recoded(const k3_dims& d) {
     }
 }
 
+void check_rounded(const k3_dims& d) {
+    const int64_t R = pick({1, 2, 7, 9, 33}), h = d.hidden_size, cols = h + below(40), inner = d.intermediate_size;
+    k3_dims wide = d;
+    wide.hidden_size = cols;
+    const Floats x = floats(R * cols);
+    Matrix w(width(), cols, K3_BF16), router(width(), cols, K3_BF16), gate(inner, h, K3_BF16), up(inner, h, plain_dtype());
+    Recoded compact(width(), cols, K3_COMPACT);
+    router.m.exact = 1;
+    g_rounded = true;
+    g_tolerance = K3_PACKED ? 1e-5 : K3_TOLERANCE;
+    compare("linear, rounded", wide, 3 * R, text({R, cols}), [&](const k3_ops& t, Out& o) {
+        std::vector<k3_linear_job> jobs;
+        for (const k3_matrix* m : {&w.m, &router.m, &compact.m})
+            jobs.push_back({m, x.data(), o.make(R * m->rows), cols, m->rows});
+        return t.linear(t.ctx, jobs.data(), 3, R);
+    });
+    compare("gate_up, rounded", d, R, text({R, h, inner}),
+            [&](const k3_ops& t, Out& o) { return t.gate_up(t.ctx, &d, &gate.m, &up.m, x.data(), o.make(R * inner), R); });
+    g_rounded = false;
+    g_tolerance = K3_TOLERANCE;
+}
+
 // Large enough to be shared among the threads.
 void check_large_linear() {
     k3_dims d = random_dims();
@@ -584,6 +613,7 @@ int main(int argc, char** argv) {
         check_moe(d, wild);
         check_residual(d, wild);
         check_recoded(d);
+        check_rounded(d);
         if (i % 8 == 0) check_large_linear();
     }
     k3_pool_release();
