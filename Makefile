@@ -24,12 +24,13 @@ test: $(VENV)/.test  ## set everything up and run the tests; TESTS="-k resume" r
 
 # What runs on a GPU as well: single ops, and whole models.
 DEVICE_TESTS := tests/test_ops_linear.py tests/test_ops_kda.py tests/test_ops_mla.py tests/test_ops_moe.py tests/test_ops_rows.py \
-    tests/test_properties.py tests/test_cuda_model.py tests/test_cuda_faults.py
+    tests/test_properties.py tests/test_cuda_model.py tests/test_cuda_faults.py tests/test_gpu_streaming.py
 
 test-device: $(VENV)/.test  ## run the GPU's kernels and models on the emulator; DEVICE=gpu on a real one
 	K3_TEST_DEVICE=$(or $(DEVICE),emulator) $(RUN) -m pytest $(DEVICE_TESTS) $(TESTS)
 	K3_TEST_DEVICE=$(or $(DEVICE),emulator) $(RUN) -m pytest tests/test_stage.py -k "smallest or aborted or handed_over" $(TESTS)
 	$(if $(filter gpu,$(DEVICE)),,K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_cuda_check.py $(TESTS))
+	$(if $(filter gpu,$(DEVICE)),,K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_gpu_streaming.py -k "micro or schedule" $(TESTS))
 
 test-mpi: $(VENV)/.mpi  ## run pipelines of 1 to 4 processes over MPI, and tests of sessions over stages
 	K3_TEST_MPI=require $(RUN) -m pytest tests/test_pipeline.py $(TESTS)

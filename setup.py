@@ -33,6 +33,7 @@ MODULES = (
     "cuda_ops",
     "state",
     "streaming",
+    "gpu_streaming",
     "decoder",
     "op_clock",
     "arguments",
@@ -72,10 +73,19 @@ DEPENDS = {
     ],
     "stream": ["pyx/driver.h"],
     "cuda_ops": ["pyx/driver.h"],
+    "streaming": ["pyx/driver.h"],
+    "gpu_streaming": ["pyx/driver.h"],
 }
 COMMON_SOURCES = ("pool.cpp", "dispatch.cpp", "probe.cpp", "recode.cpp")
 # Compiled into a module of their own.
-STREAMING_SOURCES = ("stream.cpp", "stream_files.cpp", "stream_ops.cpp", "stream_order.cpp")
+STREAMING_SOURCES = (
+    "expert_cache.cpp",
+    "gpu_stream.cpp",
+    "stream.cpp",
+    "stream_files.cpp",
+    "stream_ops.cpp",
+    "stream_order.cpp",
+)
 SOURCES = {
     "gpu": ["cuda/launch.cpp"],
     "streaming": [f"cuda/host/{name}" for name in STREAMING_SOURCES],

@@ -11,6 +11,10 @@
 //   output   blocks (tiles of the latent width, items): y = W2 h of each slot;
 //   combine  blocks (chunks of 256 columns, rows): u, zeros for a row without an owner.
 // The grid has room for as many items as there can be; blocks of those that do not exist return at once.
+//
+// Where not all experts are on the device at a time, the op is called for one range of ids after the other.  The first
+// three launches then take the slots of that range only, and y is kept in the work memory until the last range, after
+// which everything is combined: so the bits are those of one call.
 
 #ifdef K3_LAUNCH
 #include "k3_launch.h"
@@ -39,6 +43,7 @@ struct experts_job {
     int64_t ldh;
     int latent, T;
     float beta, linear_beta;
+    int begin, end;                                                    // the experts of this call
 };
 
 #ifndef K3_LAUNCH
@@ -46,14 +51,14 @@ struct experts_job {
 // A warp puts the slots in order row by row; the ids of a row differ, so that its lanes meet nowhere.
 extern "C" __global__ void __launch_bounds__(EXPERTS_PLAN_THREADS)
     k3_experts_plan(const int32_t* ids, const int32_t* owner, int rows, int E, int T, int NR, experts_item* items, int n_items,
-                    int32_t* order) {
+                    int32_t* order, int first, int last) {
     static __shared__ int count[EXPERTS_MAX], place[EXPERTS_MAX], item[EXPERTS_MAX], used;
     static __shared__ uint16_t chosen[EXPERTS_PLAN_SLOTS];
     const int t = (int)threadIdx.x, lane = (int)k3_lane();
     for (int e = t; e < E; e += EXPERTS_PLAN_THREADS) count[e] = 0;
     __syncthreads();
     for (int s = t; s < rows * T; s += EXPERTS_PLAN_THREADS) {
-        if (owner[s / T] >= 0) atomicAdd(&count[ids[s]], 1);
+        if (owner[s / T] >= 0 && ids[s] >= first && ids[s] < last) atomicAdd(&count[ids[s]], 1);
     }
     __syncthreads();
     if (k3_warp() == 0) {                                              // each lane a stretch of experts, then over the lanes
@@ -91,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(EXPERTS_PLAN_THREADS)
         const int n = min(rows_at_once, rows - base);
         __syncthreads();
         for (int s = t; s < n * T; s += EXPERTS_PLAN_THREADS) {
-            chosen[s] = (uint16_t)(owner[base + s / T] >= 0 ? ids[base * T + s] : EXPERTS_MAX);
+            const int e = ids[base * T + s];
+            chosen[s] = (uint16_t)(owner[base + s / T] >= 0 && e >= first && e < last ? e : EXPERTS_MAX);
         }
         __syncthreads();
         if (k3_warp() != 0) continue;
@@ -109,7 +115,7 @@ template <bool HIDDEN, int NR> K3_DEVICE bool experts_begin(const experts_job& j
     const int i = (int)blockIdx.y, t = (int)threadIdx.x;
     experts_item item;
     if (job.items) item = job.items[i];
-    else item = {job.ids[i], i, job.owner[i / job.T] >= 0, 0};
+    else item = {job.ids[i], i, job.owner[i / job.T] >= 0 && job.ids[i] >= job.begin && job.ids[i] < job.end, 0};
     if (item.n == 0) return false;
     if (t < NR) {
         const int64_t slot = t >= item.n ? -1 : job.items ? job.order[item.first + t] : i;
@@ -162,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(EXPERTS_COMBINE_THREADS)
 
 #else
 
-K3_KERNEL(k3_experts_plan, const int32_t*, const int32_t*, int, int, int, int, experts_item*, int, int32_t*)
+K3_KERNEL(k3_experts_plan, const int32_t*, const int32_t*, int, int, int, int, experts_item*, int, int32_t*, int, int)
 #define EXPERTS(NO, NR)                            \
     K3_KERNEL(k3_experts_hidden_##NR, experts_job) \
     K3_KERNEL(k3_experts_output_##NR, experts_job)
@@ -198,7 +204,6 @@ static int cuda_experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const
     k3_cuda* c = (k3_cuda*)ctx;
     const experts_layout l = experts_lay_out(dims, pass->rows);
     const int64_t E = dims->num_experts, T = dims->num_experts_per_token, latent = dims->routed_expert_hidden_size;
-    if (first != 0 || end != E) return K3_UNSUPPORTED;                    // a device has all of them
     if (E > EXPERTS_MAX || T > EXPERTS_PLAN_SLOTS || l.bytes > c->work_bytes) return K3_UNSUPPORTED;
     experts_item* items = l.NR > 1 ? (experts_item*)c->work : nullptr;
     int32_t* order = (int32_t*)(c->work + l.order);
@@ -217,11 +222,13 @@ static int cuda_experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const
                              (int)latent,
                              (int)T,
                              dims->situ_beta,
-                             dims->situ_linear_beta};
+                             dims->situ_linear_beta,
+                             (int)first,
+                             (int)end};
     int bad = 0;
     if (items) {
         bad |= k3_experts_plan(c, grid(1), EXPERTS_PLAN_THREADS, 0, ids, pass->owner, (int)pass->rows, (int)E, (int)T, (int)l.NR,
-                               items, (int)l.items, order);
+                               items, (int)l.items, order, (int)first, (int)end);
     }
 #define EXPERTS_CASE(NO, N)                                                                                                    \
     if (l.NR == N) {                                                                                                           \
@@ -232,6 +239,7 @@ static int cuda_experts(void* ctx, const k3_dims* dims, const k3_moe* moe, const
         bad |= k3_experts_output_##N(c, grid(ceil_div(latent, outs), l.items), K3_DOT_THREADS, shared, job);                   \
     }
     EXPERTS_TILES(EXPERTS_CASE)
+    if (end < E) return bad;
     return bad | k3_experts_combine(c, grid(ceil_div(latent, EXPERTS_COMBINE_THREADS), pass->rows), EXPERTS_COMBINE_THREADS, 0, y,
                                     weights, pass->owner, u, (int)latent, (int)T);
 }

@@ -20,6 +20,7 @@ typedef struct k3_cuda {
     int32_t split_activations;       // prefill on tensor cores, activations as two BF16 parts
     char* work;                      // device memory for what an op keeps between its kernels
     int64_t work_bytes;
+    void* streaming;                 // what brings weights to the device while a pass runs (host/gpu_stream.h), or NULL
 } k3_cuda;
 
 enum { K3_UNSUPPORTED = 801 };       // what a launch function returns for shapes that its kernel does not take

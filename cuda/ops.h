@@ -218,8 +218,9 @@ typedef struct k3_ops {
                  float* weights /*[R, T]*/, int64_t rows);
 
     // u = sum over the chosen experts, ascending id, of weight * W2 SiTU(W1 z, W3 z).  Rows without an owner get zeros.
-    // Only of experts first <= id < end: from 0 on u is set, from another one on it is added to, so that a host which has
-    // not all of them at a time may call with one range after the other.  A device is called with all of them.
+    // Only of experts first <= id < end, so that who has not all of them at a time may call with one range after the other,
+    // ascending, from 0 on to the end; u is there after the last one.  A device keeps in its work memory what the ranges
+    // before have given, so no other op comes between.
     int (*experts)(void* ctx, const k3_dims*, const k3_moe*, const k3_pass*, const float* z /*[R, latent]*/,
                    const int32_t* ids /*[R, T]*/, const float* weights /*[R, T]*/, float* u /*[R, latent]*/, int64_t first,
                    int64_t end);

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,8 @@ class Limits:
 
     ``block`` and ``chunk`` are the most bytes in a block of the trunk and in one read, ``threads`` how many reads
     there are at a time, ``direct`` whether they go past the page cache where that can be, ``half_life`` the passes
-    after which a use of an expert counts half (benches/expert_cache.py has the measurement).
+    after which a use of an expert counts half (benches/expert_cache.py has the measurement), ``spare`` what is never
+    given out.
     """
 
     block: int = 64 * _MIB
@@ -51,6 +52,7 @@ class Limits:
     threads: int = 4
     direct: bool = True
     half_life: float = 16.0
+    spare: int = 8 * _MIB
 
 
 LIMITS = Limits()
@@ -94,11 +96,12 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How a budget was divided, in bytes.
+    """How a budget was divided, in bytes, of the host's memory or of a GPU's.
 
-    ``mapped`` tells that everything fits, so that the files are mapped and nothing is streamed.  Otherwise ``process``
-    is what the process held when the model was opened, ``session`` what one session takes, ``resident`` the part of
-    the trunk that stays, ``ring`` what is read ahead, and ``slots`` the experts of ``slot`` bytes that there is room
+    ``mapped`` tells that everything fits, so that the files are mapped, or all of it is on the GPU, and nothing is
+    streamed.  Otherwise ``process`` is what the process held when the model was opened (on a GPU, what is never
+    streamed: norms and other vectors), ``session`` what one session takes, ``resident`` the part of the trunk that
+    stays, ``ring`` what is read ahead, and ``slots`` the experts of ``slot`` bytes that there is room
     for; ``streamed`` is read from the files for each pass, beside the experts that are not in a slot.  ``smallest`` is
     the smallest budget that works.
     """
@@ -120,8 +123,12 @@ class MemoryPlan:
         return asdict(self)
 
 
-def read_memory(memory: int | str | None) -> int | None:
+def read_memory(
+    memory: int | str | None, name: str = "memory", free: Callable[[], int] | None = None
+) -> int | None:
     """Return a budget in bytes from what a user gave: a number of bytes, "8GiB", "auto" or None.
+
+    ``free`` gives what "auto" means; without it, what the process has and may still take.  ``name`` is for messages.
 
     Raises
     ------
@@ -131,7 +138,7 @@ def read_memory(memory: int | str | None) -> int | None:
     if memory is None:
         return None
     if memory == "auto":
-        return process_bytes() + available()
+        return process_bytes() + available() if free is None else free()
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", memory) if isinstance(memory, str) else None
     if found and found[2].upper() in _UNITS:
         budget = int(float(found[1]) * _UNITS[found[2].upper()])
@@ -141,7 +148,7 @@ def read_memory(memory: int | str | None) -> int | None:
         budget = 0
     if budget <= 0:
         raise ConfigError(
-            f"memory is {memory!r}; expected bytes, a size such as '8GiB' or '500MB', 'auto' or None"
+            f"{name} is {memory!r}; expected bytes, a size such as '8GiB' or '500MB', 'auto' or None"
         )
     return budget
 
@@ -221,7 +228,9 @@ def spread(rooms: Sequence[int], keep: int) -> list[bool]:
     return chosen
 
 
-def divide(budget: int, process: int, session: int, need: Need, limits: Limits | None = None) -> MemoryPlan:
+def divide(
+    budget: int, process: int, session: int, need: Need, limits: Limits | None = None, name: str = "memory"
+) -> MemoryPlan:
     """Divide a budget.
 
     Parameters
@@ -234,6 +243,8 @@ def divide(budget: int, process: int, session: int, need: Need, limits: Limits |
         Bytes of one session.
     need
         What the model asks for.
+    name
+        "memory" or "gpu_memory", for messages.
 
     Raises
     ------
@@ -250,8 +261,7 @@ def divide(budget: int, process: int, session: int, need: Need, limits: Limits |
     def biggest(block: int) -> int:
         return room(max(uncut, min(block, max((s.nbytes for s in need.steps), default=0))), parts)
 
-    spare = 8 * _MIB
-    base = process + session + spare
+    base = process + session + limits.spare
     least_slots = min(2, all_slots) if slot else 0
     smallest = 2 * biggest(limits.least_block) + least_slots * slot + base
     smallest = -(-smallest * 100 // (99 * _MIB)) * _MIB  # one part in a hundred stays free
@@ -260,10 +270,13 @@ def divide(budget: int, process: int, session: int, need: Need, limits: Limits |
     if need.weights + PAGE * all_slots <= rest:
         return MemoryPlan(mapped=True, block=0, ring=0, slots=0, resident=0, streamed=0, **plan)
     if budget < smallest:
-        works = smallest + _MIB  # the next attempt finds a process that holds a little more
+        # The next attempt finds a process that holds a little more.
+        works = smallest + (_MIB if name == "memory" else 0)
+        holds = "the process holds" if name == "memory" else "what is never streamed takes"
+        already = " already" if name == "memory" else ""
         raise ConfigError(
-            f"memory is {budget} bytes ({budget / _MIB:.0f} MiB); the smallest that works here is {works} "
-            f"({works // _MIB} MiB): the process holds {process // _MIB} MiB already, and a session takes "
+            f"{name} is {budget} bytes ({budget / _MIB:.0f} MiB); the smallest that works here is {works} "
+            f"({works // _MIB} MiB): {holds} {process // _MIB} MiB{already}, and a session takes "
             f"{session // _MIB} MiB"
         )
     block = min(limits.block, max(limits.least_block, rest // 32 // _MIB * _MIB))

@@ -81,6 +81,8 @@ def _open(args: argparse.Namespace, folder: str | None) -> Any:
         "weights": args.weights,
         "memory": getattr(args, "memory", None),
     }
+    if getattr(args, "gpu_memory", None) is not None:
+        options["gpu_memory"] = args.gpu_memory
     if args.open_model is not None and folder is not None:
         return args.open_model(folder, **options)
     options["progress"] = True
@@ -401,6 +403,11 @@ def _parser() -> argparse.ArgumentParser:
         "--memory",
         metavar="SIZE",
         help="what the process may have in memory, such as 8GiB, or auto; default: no limit",
+    )
+    memory.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="what the model may have of a GPU's memory; the rest is brought there in every pass; default: no limit",
     )
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 

@@ -12,10 +12,11 @@ from k3session._core.decoder import Decoder
 from k3session._core.gpu import Device
 from k3session._core.recode import recode
 from k3session._core.weights import Weights
-from k3session.budget import MemoryPlan
+from k3session.budget import MemoryPlan, read_memory
 from k3session.checkpoint import Checkpoint
 from k3session.config import K3Config
 from k3session.errors import DeviceError, DeviceMemoryError
+from k3session.gpu_streaming import open_gpu_streamer
 from k3session.memory import CHUNK_ROWS, memory_estimate
 from k3session.placement import PARTS, Placement, Wanted, suggestion
 from k3session.streaming import open_streamer
@@ -42,6 +43,8 @@ class Engine:
         How the memory budget was divided; None without one.
     streamer
         What reads weights while passes run; None where they are mapped.
+    gpu_plan, gpu_streamer
+        The same for a budget of a GPU's memory, and what brings weights there while passes run.
     """
 
     def __init__(
@@ -54,7 +57,15 @@ class Engine:
         *,
         checkpoint: Checkpoint | None = None,
         memory: int | None = None,
+        gpu_memory: int | str | None = None,
     ) -> None:
+        self._checkpoint = checkpoint
+        self._gpu_memory = gpu_memory
+        self._host_memory = memory
+        self.plan: MemoryPlan | None = None
+        self.streamer: Any = None
+        self.gpu_plan: MemoryPlan | None = None
+        self.gpu_streamer: Any = None
         self._untouched = checkpoint if memory is not None else None
         self._weights: Any = weights
         self._device: Device | None = None
@@ -70,10 +81,8 @@ class Engine:
         if wanted.weights != "stored":
             self.recoded = recode(weights, wanted.weights, threads, progress)
         split, rounded = wanted.prefill_precision == "bf16x2", wanted.prefill_precision == "bf16"
-        self.decoder: Any = Decoder(weights, threads, isa, self._tables, split, None, rounded)
-        self.plan: MemoryPlan | None = None
-        self.streamer: Any = None
-        if memory is not None and checkpoint is not None:
+        self.decoder: Any = Decoder(weights, threads, isa, self._tables, split, None, rounded, self.gpu_streamer)
+        if memory is not None and checkpoint is not None and self.gpu_streamer is None:
             try:
                 self.streamer, self.plan = open_streamer(
                     checkpoint, weights, self.decoder, self.placement, memory, progress
@@ -102,6 +111,8 @@ class Engine:
         try:
             self._device = Device(placement.number)
             self._memory = DeviceMemory(self._device)
+            if self._stream(placement, progress):
+                return
             tables = DeviceTables(self._weights)
             sizes = {part: tables.count(frozenset({part})) for part in PARTS}
             need, scratch = sum(sizes[p] for p in placement.parts), self._session_bytes(tables)
@@ -117,7 +128,30 @@ class Engine:
             tables.load(self._memory, placement.parts, self._reporting(progress))
         except BaseException:
             self._free()
+            self.gpu_plan = self.plan = None
             raise
+
+    def _stream(self, placement: Placement, progress: Callable[[str, int, int], object] | None) -> bool:
+        """Within a budget that not everything fits in: copy what stays, and make what brings the rest; else False."""
+        device, memory, checkpoint = self._device, self._memory, self._checkpoint
+        if self._gpu_memory is None or device is None or memory is None or checkpoint is None:
+            return False
+        free = device.free_memory
+        total = read_memory(self._gpu_memory, "gpu_memory", lambda: free * 9 // 10) or 0
+        if total > free:
+            raise DeviceMemoryError(
+                f"gpu_memory is {_gib(total)}, where {_gib(free)} are free on GPU {placement.number}; expected no "
+                "more than is free, or 'auto'"
+            )
+        tables = self._tables = DeviceTables(self._weights)
+        tables.load(memory, placement.parts, None, streamed=True)
+        self.gpu_streamer, self.gpu_plan, self.plan = open_gpu_streamer(
+            checkpoint, self._weights, tables, placement, total, self._host_memory, self._reporting(progress)
+        )
+        if self.gpu_streamer is None:
+            tables.close()
+            self._tables = None
+        return self.gpu_streamer is not None
 
     def _session_bytes(self, tables: DeviceTables) -> int:
         """What one session takes on the device: its state twice, and what its passes work in, logits included."""
@@ -143,13 +177,14 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the weights, and free the device's memory."""
-        self.decoder = self._weights = self.streamer = self._untouched = None
+        self.decoder = self._weights = self.streamer = self._untouched = self._checkpoint = None
         self._free()
 
     def _free(self) -> None:
+        streamer, self.gpu_streamer = self.gpu_streamer, None
         tables, self._tables = self._tables, None
         memory, self._memory = self._memory, None
         device, self._device = self._device, None
-        for held in (tables, memory, device):
+        for held in (streamer, tables, memory, device):
             if held is not None:
                 held.close()

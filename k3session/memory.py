@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from k3session.config import K3Config
 
-__all__ = ["CHUNK_ROWS", "memory_estimate"]
+__all__ = ["CHUNK_ROWS", "activations", "memory_estimate"]
 
 #: Rows in a chunk of a prefill: enough to use each weight many times, few enough to cancel soon.
 CHUNK_ROWS = 128
@@ -41,12 +41,12 @@ def memory_estimate(
         "latent_per_token_fp32": 4 * latent,
         "latent_per_token_bf16": 2 * latent,
         "latent_at_max_position_fp32": 4 * latent * c.max_position_embeddings,
-        "scratch": 4 * (_activations(c, rows) + _work(c, rows)),
+        "scratch": 4 * (activations(c, rows) + _work(c, rows)),
     }
 
 
-def _activations(c: K3Config, rows: int) -> int:
-    """Floats of the buffers that pyx/decoder.pyx lays out."""
+def activations(c: K3Config, rows: int) -> int:
+    """Return the floats of the buffers that pyx/decoder.pyx lays out for passes of up to `rows` rows."""
     H = c.num_attention_heads
     streams = (c.num_attn_res_blocks + 5) * c.hidden_size + c.num_attn_res_blocks + 1
     kda = 9 * c.kda_dim + c.kda_head_dim + c.kda_num_heads

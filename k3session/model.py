@@ -73,6 +73,7 @@ class Model:
         threads: int,
         isa: str,
         memory: int | None = None,
+        gpu_memory: int | str | None = None,
         progress: ProgressArgument = False,
     ) -> None:
         report = Progress(progress)
@@ -88,16 +89,23 @@ class Model:
         self._pool = weakref.finalize(self, ops.release_pool)
         self._pool.atexit = False  # at exit the threads go with the process
         self._engine: Engine | None = Engine(
-            self._weights, wanted, threads, isa, report or None, checkpoint=checkpoint, memory=memory
+            self._weights,
+            wanted,
+            threads,
+            isa,
+            report or None,
+            checkpoint=checkpoint,
+            memory=memory,
+            gpu_memory=gpu_memory,
         )
         self._ready(self._engine.decoder, checkpoint.config, checkpoint.path, threads, isa)
         self.layers = checkpoint.layers
         self.device = str(self._engine.placement)
         self.placement = self._engine.placement.to_dict()
         self.placement_label = self._engine.placement.label
-        plan = self._engine.plan
-        if plan is not None and not plan.mapped:
-            self.chunk_rows = chunk_rows(self.config, plan.budget)
+        for plan in (self._engine.plan, self._engine.gpu_plan):
+            if plan is not None and not plan.mapped:
+                self.chunk_rows = chunk_rows(self.config, plan.budget)
         self.prefill_precision = wanted.prefill_precision
         self.weights = wanted.weights
 
@@ -137,6 +145,7 @@ class Model:
         weights: str = "stored",
         prefill_precision: str = "exact",
         memory: int | str | None = None,
+        gpu_memory: int | str | None = None,
         layers: tuple[int, int] | None = None,
         progress: ProgressArgument = False,
     ) -> Model:
@@ -173,6 +182,11 @@ class Model:
             What the process may have in memory, as bytes or a size such as ``"8GiB"``; ``"auto"`` is what is free now,
             less a tenth.  What does not fit within it is read from the files in every pass, with the same bits
             as without a budget: docs/memory.md.  None maps the files and leaves it to the kernel.
+        gpu_memory
+            What the model may have of a GPU's memory, as bytes or a size; ``"auto"`` is what is free there now, less a
+            tenth.  What does not fit within it is brought there in every pass, from the page cache or the files, or
+            with `memory` also given from what that keeps, with the same bits: docs/memory.md.  None: everything that
+            is placed on the GPU has to fit.
         layers
             (first, end), from 0 and half open: only these layers are loaded, the embedding with the first one of the
             model and the head with the last one.  Tensors of other layers may be missing.  Such a model is for
@@ -203,6 +217,12 @@ class Model:
             raise ConfigError(f"threads is {threads!r}; expected None or a number from 1 to 256")
         wanted = Wanted.read(device, kda, mla, dense, experts, prefill_precision, weights)
         budget = read_memory(memory)
+        read_memory(gpu_memory, "gpu_memory", lambda: 0)
+        if gpu_memory is not None and wanted.kind == "cpu" and not any(wanted.apart.values()):
+            raise ConfigError(
+                f"gpu_memory is {gpu_memory!r}, but no part of the model is placed on a GPU; drop it, or give "
+                "device='cuda'"
+            )
         if budget is not None and weights != "stored":
             raise ConfigError(
                 f'weights="{weights}" recodes the trunk into memory, where memory= leaves it on disk; drop one of them'
@@ -212,7 +232,15 @@ class Model:
         try:
             if budget is not None:
                 checkpoint.leave_mappings_untouched()
-            return cls(checkpoint, wanted=wanted, threads=threads, isa=isa, memory=budget, progress=progress)
+            return cls(
+                checkpoint,
+                wanted=wanted,
+                threads=threads,
+                isa=isa,
+                memory=budget,
+                gpu_memory=gpu_memory,
+                progress=progress,
+            )
         except BaseException:
             checkpoint.close()
             raise
@@ -335,6 +363,11 @@ class Model:
     def memory(self) -> MemoryPlan | None:
         """How the budget that the model was opened with was divided; None without one."""
         return None if self._engine is None else self._engine.plan
+
+    @property
+    def gpu_memory(self) -> MemoryPlan | None:
+        """How the budget of GPU memory that the model was opened with was divided; None without one or a GPU."""
+        return None if self._engine is None else self._engine.gpu_plan
 
     @property
     def bytes_per_token(self) -> int:

@@ -37,8 +37,8 @@ class Counts:
         self.passes: Counter[int] = Counter()
         self.components: dict[str, float] = {}  # seconds of what was timed
         self.expert_reads = 0
-        # Bytes read from files, ns that passes waited for them, experts used, and those that were not in memory.
-        self.streamed = (0, 0, 0, 0)
+        # Bytes read from files, ns that passes waited for them, experts used, those not there, bytes to a GPU.
+        self.streamed = (0, 0, 0, 0, 0)
 
     def passed(self, rows: int, seconds: float, *, aside: bool = False) -> None:
         """Count a pass; ``aside`` is one that left the session where it was."""
@@ -67,11 +67,11 @@ class Counts:
         self.components = {n: self.components.get(n, 0.0) + components.get(n, 0.0) for n in names}
         self.expert_reads += expert_reads
 
-    def add_streamed(self, counts: tuple[int, int, int, int] | None) -> None:
+    def add_streamed(self, counts: tuple[int, int, int, int, int] | None) -> None:
         """Add what a scratch has counted."""
         if counts is not None:
-            a, b, c, d = self.streamed
-            self.streamed = (a + counts[0], b + counts[1], c + counts[2], d + counts[3])
+            a, b, c, d, e = self.streamed
+            self.streamed = (a + counts[0], b + counts[1], c + counts[2], d + counts[3], e + counts[4])
 
     def bytes_read(self, config: K3Config, step_bytes: Mapping[str, int]) -> int:
         """Bytes of weights that the passes have read; of the experts of a pass of many rows, the most it can be.
@@ -131,10 +131,13 @@ class Stats:
         Experts that these passes have read: in each MoE layer of each pass the different ones that its rows chose.
     disk_bytes, disk_seconds
         Within a memory budget: bytes read from the checkpoint's files for passes, and seconds that passes waited for
-        them.  Those of batches count for the model, not for its sessions.
+        them.  Those of batches count for the model, not for its sessions.  Within a budget of GPU memory, what the page
+        cache had is part of both.
     experts_used, experts_missed
         Within a memory budget: experts that passes have used, each once per layer and pass, and how many of them were
-        not in memory when the router chose them.
+        not in memory, or with ``gpu_memory`` not on the GPU, when the router chose them.
+    gpu_bytes
+        Within a budget of GPU memory: bytes of weights that went to the GPU for passes.
     """
 
     stepped: int
@@ -155,6 +158,7 @@ class Stats:
     disk_seconds: float = 0.0
     experts_used: int = 0
     experts_missed: int = 0
+    gpu_bytes: int = 0
 
     @property
     def disk_bytes_per_token(self) -> float:
@@ -164,7 +168,7 @@ class Stats:
 
     @property
     def expert_hit_rate(self) -> float | None:
-        """The share of experts that were in memory when they were chosen; None where none are streamed."""
+        """The share of experts that were there when they were chosen; None where none are streamed."""
         return 1 - self.experts_missed / self.experts_used if self.experts_used else None
 
     @property
@@ -214,5 +218,5 @@ def collect(model: Model, counts: Counts, sessions: Iterable[Session]) -> Stats:
         counts.stepped, counts.prefilled, counts.aside, counts.passes.total(), counts.seconds,
         counts.bytes_read(model.config, model._weights.step_bytes()),
         state, own, latent, marks, mark_bytes, last, dict(counts.components), counts.expert_reads,
-        streamed.streamed[0], streamed.streamed[1] / 1e9, streamed.streamed[2], streamed.streamed[3],
+        streamed.streamed[0], streamed.streamed[1] / 1e9, *streamed.streamed[2:],
     )  # fmt: skip

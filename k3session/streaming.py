@@ -18,7 +18,7 @@ from k3session.config import K3Config
 from k3session.memory import CHUNK_ROWS, memory_estimate
 from k3session.placement import Placement
 
-__all__ = ["chunk_rows", "open_streamer", "session_bytes"]
+__all__ = ["CONTEXT", "chunk_rows", "locate", "open_streamer", "session_bytes"]
 
 log = logging.getLogger("k3session")
 #: Tokens of context that a budget has room for in its one session.
@@ -56,8 +56,10 @@ def _need(checkpoint: Checkpoint, steps: list[tuple[int, int, bool, int, int]], 
     return Need(trunk, weights, expert, config.num_experts, len(moe), config.num_experts_per_token)
 
 
-def _locate(checkpoint: Checkpoint, files: list[str]) -> Callable[[int, int], str]:
-    def locate(file: int, byte: int) -> str:
+def locate(checkpoint: Checkpoint, files: list[str]) -> Callable[[int, int], str]:
+    """Return what names the tensor at a byte of a file, by the file's number."""
+
+    def name(file: int, byte: int) -> str:
         there = [
             t
             for t in map(checkpoint.info, checkpoint.names)
@@ -65,7 +67,7 @@ def _locate(checkpoint: Checkpoint, files: list[str]) -> Callable[[int, int], st
         ]
         return min(there, key=lambda t: t.offset).stored_name if there else "its last tensor"
 
-    return locate
+    return name
 
 
 def open_streamer(
@@ -117,7 +119,7 @@ def open_streamer(
         limits.threads,
         limits.half_life,
         limits.direct,
-        _locate(checkpoint, [str(path) for path, _, _ in files]),
+        locate(checkpoint, [str(path) for path, _, _ in files]),
     )
     streamer.load(progress)
     log.info("memory budget: %s", plan.to_dict())

@@ -191,3 +191,4 @@ cdef extern from "k3_launch.h" nogil:
         int32_t split_activations
         char* work
         int64_t work_bytes
+        void* streaming

@@ -22,6 +22,7 @@ cdef class DeviceTables:
     cdef readonly DeviceMemory memory
     cdef readonly frozenset parts       # what is there
     cdef readonly int64_t nbytes        # of weights on the device
+    cdef bint streamed                  # matrices stay where they are
     cdef DeviceBuffer buffer
     cdef uint64_t base                  # where the next thing goes is base + used
     cdef list jobs                      # what `upload` copies
@@ -64,6 +65,7 @@ cdef class CudaOps(Ops):
     cdef int64_t n_recordings
     cdef uint64_t clock
     cdef bint split_activations         # in passes of one session
+    cdef bint eager                     # nothing is recorded
     cdef PinnedBuffer mail_host
     cdef DeviceBuffer mail_here, work
     cdef char* pinned

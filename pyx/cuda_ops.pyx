@@ -136,9 +136,10 @@ cdef class DeviceTables:
     def __dealloc__(self):
         free(self.tables.layers)
 
-    def count(self, frozenset parts not None) -> int:
-        """Bytes that these parts take on a device."""
+    def count(self, frozenset parts not None, bint streamed=False) -> int:
+        """Bytes that these parts take on a device; with ``streamed`` those of the vectors alone."""
         cdef DeviceTables counting = DeviceTables(self.weights)     # with addresses from 0 on: of no use but to count
+        counting.streamed = streamed
         counting.fill(self.weights, parts)
         return counting.base
 
@@ -146,9 +147,13 @@ cdef class DeviceTables:
         """Bytes that the ops of a pass of up to ``rows`` rows work in, beside its activations."""
         return cuda_work_bytes(&self.weights.dims, rows)
 
-    def load(self, DeviceMemory memory not None, frozenset parts not None, progress=None) -> None:
-        """Copies these parts to a device; ``progress`` is called as progress("upload", bytes done, bytes in all)."""
-        self.nbytes = self.count(parts)
+    def load(self, DeviceMemory memory not None, frozenset parts not None, progress=None, bint streamed=False) -> None:
+        """Copies these parts to a device; ``progress`` is called as progress("upload", bytes done, bytes in all).
+
+        With ``streamed`` only vectors are copied.  Matrices go on naming the host's memory, for ops that bring them.
+        """
+        self.streamed = streamed
+        self.nbytes = self.count(parts, streamed)
         self.buffer = DeviceBuffer(memory.device, max(self.nbytes, ALIGNMENT))
         self.base, self.jobs = self.buffer.pointer, []
         try:
@@ -178,7 +183,7 @@ cdef class DeviceTables:
 
     cdef k3_matrix matrix(self, k3_matrix m) except *:
         cdef int64_t row_bytes = m.pitch
-        if m.data == NULL:
+        if m.data == NULL or self.streamed:
             return m
         m.pitch = (row_bytes + 15) // 16 * 16
         m.data = <const void*><uintptr_t>self.put(m.data, m.rows, row_bytes, m.pitch)
@@ -247,7 +252,9 @@ cdef class DeviceTables:
             to.mlp.gate_proj = self.matrix(at.mlp.gate_proj)
             to.mlp.up_proj = self.matrix(at.mlp.up_proj)
             to.mlp.down_proj = self.matrix(at.mlp.down_proj)
-        if at.is_moe and "experts" in parts:
+        if at.is_moe and "experts" in parts and self.streamed:
+            to.moe.w1, to.moe.w2, to.moe.w3 = at.moe.w1, at.moe.w2, at.moe.w3
+        elif at.is_moe and "experts" in parts:
             # The table itself goes to the device: kernels look an expert up there.
             for e in range(E):
                 experts[e] = self.matrix(at.moe.w1[e])
@@ -345,9 +352,12 @@ cdef int submit_op(void* ctx) noexcept nogil:
 
 @cython.no_gc_clear
 cdef class CudaOps(Ops):
-    """The ops of a GPU for passes of up to ``rows`` rows, in a stream of their own."""
+    """The ops of a GPU for passes of up to ``rows`` rows, in a stream of their own.
 
-    def __cinit__(self, DeviceMemory memory not None, int64_t rows, bint split_activations=False):
+    ``streamer`` is for `GpuStreamOps`.
+    """
+
+    def __cinit__(self, DeviceMemory memory not None, int64_t rows, bint split_activations=False, streamer=None):
         cdef Recorder* r = &self.recorder
         self.device = memory.device
         self.memory = memory
@@ -433,7 +443,7 @@ cdef class CudaOps(Ops):
         if note(r, k3_enter(r.gpu, &r.before), "cuCtxSetCurrent", -1) != 0:
             return r.status
         # Where each launch is waited for, so that an error names its kernel, nothing is recorded.
-        if not shape.traced and not r.gpu.waits:
+        if not shape.traced and not r.gpu.waits and not self.eager:
             r.recording = self.find(shape)
             r.mode = REPLAY if r.recording.n > 0 else RECORD
         r.cuda.replaying = r.mode == REPLAY

@@ -3,6 +3,7 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from k3session._core.c_ops cimport k3_dims, k3_kda, k3_ops, k3_pass, k3_segment
 from k3session._core.cuda_ops cimport DeviceTables
+from k3session._core.gpu_streaming cimport GpuStreamer
 from k3session._core.memory cimport Memory
 from k3session._core.ops cimport Ops
 from k3session._core.state cimport Block, Timeline
@@ -137,6 +138,7 @@ cdef class Decoder:
     cdef readonly bint split_activations
     cdef readonly bint round_inputs
     cdef readonly Streamer streamer     # where weights of the host are read while a pass runs, else None
+    cdef readonly GpuStreamer gpu_streamer      # where weights go to the device while a pass runs, else None
 
     cdef bint on_device(self, str part)
     cdef Memory memory_of(self, str part)

@@ -18,6 +18,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from k3session._core.c_ops cimport K3_NO_BAD_SUBLAYER, k3_dims, k3_layer, k3_linear_job, k3_matrix, k3_segment
 from k3session._core.cuda_ops cimport CudaOps, DeviceTables
+from k3session._core.gpu_streaming cimport GpuStreamer, GpuStreamOps
 from k3session._core.memory cimport HOST, Memory, aligned
 from k3session._core.ops cimport CpuOps, Ops, PassShape, float_mode_enter, float_mode_leave
 from k3session._core.state cimport Block, Timeline, drop_block, new_block
@@ -116,12 +117,16 @@ cdef class Decoder:
         Reads the host's part of the weights while passes run.
     round_inputs : bool
         Prefill on the host with the inputs of BF16 matrices rounded to BF16.
+    gpu_streamer : GpuStreamer, optional
+        Brings the device's part of the weights there while passes run.
     """
 
     def __cinit__(self, Weights weights not None, int threads, str isa, DeviceTables device=None,
-                  bint split_activations=False, Streamer streamer=None, bint round_inputs=False):
+                  bint split_activations=False, Streamer streamer=None, bint round_inputs=False,
+                  GpuStreamer gpu_streamer=None):
         self.weights = weights
         self.streamer = streamer
+        self.gpu_streamer = gpu_streamer
         self.threads = threads
         self.isa = isa
         self.device = device
@@ -135,10 +140,10 @@ cdef class Decoder:
     cdef Memory memory_of(self, str part):
         return self.device.memory if self.on_device(part) else HOST
 
-    def reading_order(self) -> list:
-        """The matrices that a pass on the host needs, in this order: what `OrderOps.steps` returns."""
-        cdef Side main = Side(self, OrderOps(self.weights, self.on_device("trunk")), 1, 1)
-        cdef Side other = Side(self, OrderOps(self.weights, not self.on_device("trunk")), 1, 1)
+    def reading_order(self, bint on_device=False) -> list:
+        """The matrices that a pass needs on the host, or on the device, in this order: what `OrderOps.steps` returns."""
+        cdef Side main = Side(self, OrderOps(self.weights, self.on_device("trunk") != on_device), 1, 1)
+        cdef Side other = Side(self, OrderOps(self.weights, self.on_device("trunk") == on_device), 1, 1)
         cdef Work* work = &main.work
         cdef bint trunk = self.on_device("trunk")
         cdef Taps taps = None
@@ -152,7 +157,7 @@ cdef class Decoder:
             status = self.run(work, 1, taps)
         if status != DONE:
             raise K3Error("the order of the matrices could not be found")
-        return (other if trunk else main).backend.steps()
+        return (main if trunk == on_device else other).backend.steps()
 
     def timeline(self, bint bf16_latent=False, int64_t page_rows=64) -> Timeline:
         """A new timeline at position 0, whose state lives where the layers run."""
@@ -826,7 +831,8 @@ cdef class Scratch:
             kind = CpuOps if d.streamer is None else StreamOps
             ops = kind(d.weights, self.rows, d.threads, d.isa, d.streamer, d.round_inputs)
             return Side(d, ops, self.rows, self.segments_room)
-        gpu = CudaOps(d.device.memory, self.rows, d.split_activations)
+        which = CudaOps if d.gpu_streamer is None else GpuStreamOps
+        gpu = which(d.device.memory, self.rows, d.split_activations, d.gpu_streamer)
         gpu.prepare(&d.weights.dims)
         return Side(d, gpu, self.rows, self.segments_room)
 
@@ -894,10 +900,10 @@ cdef class Scratch:
         return found or K3Error("an op cannot take these shapes, or found its buffers too small; please report this with the "
                                 "model's config.json")
 
-    def streamed(self, bint clear=False) -> tuple[int, int, int, int] | None:
+    def streamed(self, bint clear=False) -> tuple[int, int, int, int, int] | None:
         """`StreamOps.counts` of the passes so far; None where no weights are streamed."""
         for side in (self.main, self.other):
-            if side is not None and isinstance((<Side>side).backend, StreamOps):
+            if side is not None and isinstance((<Side>side).backend, (StreamOps, GpuStreamOps)):
                 return (<Side>side).backend.counts(clear)
         return None
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: MIT
 from libc.stdint cimport int64_t
 
-from k3session._core.c_stream cimport k3_order, k3_stream, k3_streaming
+from k3session._core.c_ops cimport k3_layer, k3_matrix, k3_ops
+from k3session._core.c_stream cimport k3_cache, k3_gpu_streaming, k3_order, k3_stream, k3_streaming
+from k3session._core.gpu cimport PinnedBuffer
 from k3session._core.ops cimport CpuOps, Ops, PassShape
 from k3session._core.weights cimport Weights
 
@@ -13,6 +15,7 @@ cdef class Streamer:
     cdef readonly int64_t blocks        # blocks of the trunk
     cdef readonly int64_t head          # the first one of lm_head
     cdef tuple names                    # of the files
+    cdef PinnedBuffer pinned            # what is read for a GPU, or None: memory of the stream's own
     cdef object locate
 
 
@@ -26,3 +29,17 @@ cdef class StreamOps(CpuOps):
 
 cdef class OrderOps(Ops):
     cdef k3_order order
+
+
+# For gpu_streaming, among it what is linked into this module.
+cdef void* paged(int64_t nbytes) except NULL
+cdef bint stream_enter(k3_stream* stream) noexcept nogil
+cdef void stream_order(k3_stream* stream) noexcept nogil
+cdef int64_t gpu_block_room(const k3_matrix* one, const k3_matrix* other, int64_t rows) noexcept nogil
+cdef int64_t gpu_slot_room(const k3_layer* layers, int64_t n_layers, int64_t experts) noexcept nogil
+cdef bint cache_open(k3_cache* cache, int64_t slots, int64_t layers, int64_t experts, int64_t moe,
+                     double half_life) noexcept nogil
+cdef void cache_close(k3_cache* cache) noexcept nogil
+cdef void gpu_streaming_table(k3_gpu_streaming* x, k3_ops* table) noexcept nogil
+cdef int gpu_stream_begin(k3_gpu_streaming* x, bint with_head) noexcept nogil
+cdef int gpu_stream_end(k3_gpu_streaming* x, bint complete) noexcept nogil

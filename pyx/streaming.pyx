@@ -14,7 +14,7 @@ from libc.string cimport memset
 from posix.stdlib cimport posix_memalign
 from posix.unistd cimport close
 
-from k3session._core.c_ops cimport k3_matrix
+from k3session._core.c_ops cimport k3_layer, k3_matrix, k3_ops
 from k3session._core.c_stream cimport (
     K3_CHANGED,
     K3_DISK_THREADS,
@@ -23,9 +23,20 @@ from k3session._core.c_stream cimport (
     K3_SHORT,
     k3_block,
     k3_block_room,
+    k3_cache,
+    k3_cache_close,
+    k3_cache_open,
     k3_failure,
     k3_file,
+    k3_gpu_block_room,
+    k3_gpu_slot_room,
+    k3_gpu_stream_begin,
+    k3_gpu_stream_end,
+    k3_gpu_stream_use,
+    k3_gpu_streaming,
+    k3_gpu_streaming_table,
     k3_order_table,
+    k3_slot_room,
     k3_step,
     k3_stream_begin,
     k3_stream_close,
@@ -42,11 +53,15 @@ from k3session._core.c_stream cimport (
     k3_streaming,
     k3_streaming_table,
 )
+from k3session._core.driver cimport driver_table
+from k3session._core.gpu cimport Device, PinnedBuffer
 from k3session._core.memory cimport HOST, aligned
 
 from k3session.errors import CheckpointError, K3Error
 
 cdef int64_t LOAD_BYTES = 1 << 28       # read between two reports of progress
+
+k3_gpu_stream_use(driver_table())
 
 
 cdef const k3_matrix* matrix_at(address) except NULL:
@@ -105,11 +120,15 @@ cdef class Streamer:
         files are opened for direct reads where that can be.
     locate : callable
         locate(file, byte) names the tensor there, for messages.
+    device : Device, optional
+        What is read goes on to that GPU: it is read to pinned memory.
+    cached : bool
+        What is read through the page cache stays there.
     """
 
     def __cinit__(self, Weights weights not None, list files not None, list blocks not None,
                   const uint8_t[::1] resident not None, int64_t head, int64_t ring, int64_t slots, int64_t chunk,
-                  int64_t threads, double half_life, bint direct, locate):
+                  int64_t threads, double half_life, bint direct, locate, Device device=None, bint cached=False):
         cdef k3_stream_setup setup
         cdef k3_block* b
         cdef k3_file* f
@@ -128,6 +147,7 @@ cdef class Streamer:
                 f.start, f.size = <const char*><uintptr_t>address, size
                 f.fd = _open(path, 0)
                 f.direct = -1
+                f.cached = cached
                 setup.n_files += 1
                 if direct and f.size > 0:
                     try:
@@ -148,6 +168,14 @@ cdef class Streamer:
             setup.resident = &resident[0] if len(blocks) else NULL
             setup.ring_bytes, setup.n_slots = ring, slots
             setup.chunk_bytes, setup.threads, setup.half_life = chunk, min(threads, <int64_t>K3_DISK_THREADS), half_life
+            if device is not None:
+                room = k3_slot_room(setup.files, setup.n_files, setup.layers, setup.n_layers, setup.experts)
+                ring = (ring + K3_PAGE - 1) // K3_PAGE * K3_PAGE
+                stays = sum(setup.blocks[i].room for i in range(len(blocks)) if resident[i])
+                self.pinned = PinnedBuffer(device, stays + ring + slots * room + K3_PAGE)
+                setup.stays = <char*>((<uintptr_t>self.pinned.handle + K3_PAGE - 1) // K3_PAGE * K3_PAGE)
+                setup.ring = setup.stays + <int64_t>stays
+                setup.slot_memory = setup.ring + ring
             self.stream = k3_stream_open(&setup)
             if self.stream == NULL:
                 raise MemoryError("could not allocate the memory that weights are streamed to")
@@ -170,6 +198,11 @@ cdef class Streamer:
     def resident_bytes(self) -> int:
         """Bytes of the blocks that stay in memory."""
         return k3_stream_resident(self.stream)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory."""
+        return 0 if self.pinned is None else self.pinned.nbytes
 
     @property
     def bytes_read(self) -> int:
@@ -288,10 +321,52 @@ cdef class StreamOps(CpuOps):
         """What went wrong with the files in the last pass, or None."""
         return self.streamer.failure()
 
-    def counts(self, bint clear=False) -> tuple[int, int, int, int]:
-        """Bytes read for passes in this scratch, ns that they waited for them, experts used, and those not in memory."""
+    def counts(self, bint clear=False) -> tuple[int, int, int, int, int]:
+        """Bytes read for passes in this scratch, ns that they waited for them, experts used, those not in memory, and 0."""
         cdef k3_streaming* x = &self.streaming
-        found = x.bytes, x.wait_ns, x.uses, x.misses
+        found = x.bytes, x.wait_ns, x.uses, x.misses, 0
         if clear:
             x.bytes = x.wait_ns = x.uses = x.misses = 0
         return found
+
+
+# ---------------------------------------------------------------------------------------------
+# for gpu_streaming
+# ---------------------------------------------------------------------------------------------
+
+
+cdef bint stream_enter(k3_stream* stream) noexcept nogil:
+    return k3_stream_enter(stream) != 0
+
+
+cdef void stream_order(k3_stream* stream) noexcept nogil:
+    k3_stream_order(stream)
+
+
+cdef int64_t gpu_block_room(const k3_matrix* one, const k3_matrix* other, int64_t rows) noexcept nogil:
+    return k3_gpu_block_room(one, other, rows)
+
+
+cdef int64_t gpu_slot_room(const k3_layer* layers, int64_t n_layers, int64_t experts) noexcept nogil:
+    return k3_gpu_slot_room(layers, n_layers, experts)
+
+
+cdef bint cache_open(k3_cache* cache, int64_t slots, int64_t layers, int64_t experts, int64_t moe,
+                     double half_life) noexcept nogil:
+    return k3_cache_open(cache, slots, layers, experts, moe, half_life)
+
+
+cdef void cache_close(k3_cache* cache) noexcept nogil:
+    k3_cache_close(cache)
+
+
+cdef void gpu_streaming_table(k3_gpu_streaming* x, k3_ops* table) noexcept nogil:
+    k3_gpu_streaming_table(x, table)
+
+
+cdef int gpu_stream_begin(k3_gpu_streaming* x, bint with_head) noexcept nogil:
+    return k3_gpu_stream_begin(x, with_head)
+
+
+cdef int gpu_stream_end(k3_gpu_streaming* x, bint complete) noexcept nogil:
+    return k3_gpu_stream_end(x, complete)

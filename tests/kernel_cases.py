@@ -167,7 +167,10 @@ def experts() -> Iterator[tuple[str, Array]]:
         ]
         yield f"route {E} {rows}", ids
         yield f"route weights {E} {rows}", weights
-        yield f"experts {E} {rows}", k.experts(normal(rng, rows, latent), ids, weights, *sides)
+        z = normal(rng, rows, latent)
+        yield f"experts {E} {rows}", k.experts(z, ids, weights, *sides)
+        if E > 1:
+            yield f"experts {E} {rows} in three calls", k.experts(z, ids, weights, *sides, cuts=(1, E - 1))
 
 
 def whole_models() -> Iterator[tuple[str, Array]]:

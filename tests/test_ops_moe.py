@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from device import EMULATED, ON_GPU
+from device import EMULATED
 from ops_tools import (
     Array,
     Weight,
@@ -192,12 +192,11 @@ def test_experts(isa: str, threads: int, kind: str, E: int, T: int, latent: int,
         same_bits(layer.run(k, *(np.ascontiguousarray(a[at:]) for a in (z, ids, weights))), u[at:])
 
 
-@pytest.mark.skipif(ON_GPU, reason="a device has all experts, and is called once")
 @pytest.mark.parametrize("kind", ["mxfp4", "f32"])
 @pytest.mark.parametrize("cuts", [(1,), (4, 9), tuple(range(1, 17)), (0, 0), (17,)])
 @every_build
 def test_experts_in_several_calls(isa: str, threads: int, cuts: tuple[int, ...], kind: str) -> None:
-    """A host that has not all experts at a time calls for one range after the other: the same bits."""
+    """Who has not all experts at a time calls for one range after the other: the same bits."""
     rng = np.random.default_rng(66)
     layer = Layer(rng, kind, 17, 5, 96, 64)
     k = make(isa, threads, rows=40, **layer.dims)

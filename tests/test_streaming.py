@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from device import ON_GPU
 from session_tools import contents, environment, prompt, run, same, step_all, unchanged
-from streaming_tools import opened
+from streaming_tools import compare, opened, play
 
 import k3session as k3
 from k3session.presets import PRESETS
@@ -47,39 +47,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, nano: Path) -> dict[st
         found[preset] = synth(folder / preset, preset)
     found["unpacked"] = synth(folder / "unpacked", "nano", experts="bf16", trunk="f32", shard_bytes=300_000)
     return found
-
-
-def play(model: k3.Model) -> dict[str, Any]:
-    """One of every kind of pass; everything that it left."""
-    vocab = model.config.vocab_size
-    found: dict[str, Any] = {}
-    with model.session() as s, model.session(latent="bf16") as other:
-        found["prefill"] = s.prefill(prompt(70, vocab=vocab), chunk=33)
-        found["steps"] = step_all(s, prompt(3, vocab=vocab))
-        mark = s.mark()
-        with s.verify(prompt(6, seed=1, vocab=vocab)) as draft:
-            found["draft"] = draft.logits.copy()
-            draft.accept(4)
-        found["after the draft"] = contents(s)
-        other.prefill(prompt(9, seed=2, vocab=vocab))
-        twin = s.fork()
-        ids = [int(t) for t in prompt(3, seed=3, vocab=vocab)]
-        found["batch"] = np.stack(model.step([(s, ids[0]), (other, ids[1]), (twin, ids[2])]))
-        found["scores"] = s.score(prompt(40, seed=4, vocab=vocab)).logprobs
-        s.rewind(mark)
-        found["rewound"] = s.step(ids[0])
-        found["s"], found["other"], found["twin"] = contents(s), contents(other), contents(twin)
-        twin.close()
-        mark.close()
-    return found
-
-
-def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, value in expected.items():
-        if isinstance(value, dict):
-            same(found[name], value)
-        else:
-            assert np.asarray(found[name]).tobytes() == np.asarray(value).tobytes(), name
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@
 // were the same: so what it has read is what the checkpoint holds.  After a failure nothing is read ahead until a pass
 // has found the files in order again.
 
+#include "expert_cache.h"
 #include "stream_files.h"
 
-#include <math.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -37,11 +37,9 @@ struct k3_stream {
     k3_entry entries[K3_AHEAD];
     int64_t first, count, free_at;
     int64_t pass, read_pass, read_block;     // the pass at hand, and what is read ahead next
+    int64_t lent;                            // entries, from the first one on, that are with a caller of k3_stream_lend
     k3_slot* slots;
-    int32_t* slot_of;                        // [layers * experts], -1 where an expert has none
-    double* worth;                           // [layers * experts] log2 of its uses, each halved every half_life passes
-    int64_t* held;                           // [layers] slots that a layer has, and the share that is its own
-    int64_t share;
+    k3_cache cache;                          // what is in them
     k3_load *urgent, *urgent_last;
     k3_failure failure;
     k3_fault fault;
@@ -184,14 +182,10 @@ void init_sync(k3_stream* s) {
     s->busy = 0;
 }
 
-void free_slot(k3_stream* s, k3_slot* slot) {
-    if (slot->owner >= 0) {
-        s->slot_of[slot->owner] = -1;
-        --s->held[slot->owner / s->set.experts];
-    }
-    slot->owner = -1;
-    slot->pinned = 0;
-    slot->load.parts = slot->load.part_at = slot->load.flying = 0;
+void free_slot(k3_stream* s, int64_t i) {
+    k3_load* load = &s->slots[i].load;
+    k3_cache_release(&s->cache, i);
+    load->parts = load->part_at = load->flying = 0;
 }
 
 // Forgets what is on its way or was read ahead, and with `distrust` the experts that this pass has read.
@@ -199,10 +193,10 @@ void reset(k3_stream* s, bool distrust) {
     s->ahead = 0;
     for (int64_t i = 0; i < s->count; ++i) drop(&s->entries[(s->first + i) % K3_AHEAD].load);
     for (int64_t i = 0; i < s->set.n_slots; ++i) {
-        k3_slot* slot = s->slots + i;
-        if (slot->owner >= 0 && (!over(&slot->load) || slot->load.failure.kind != K3_OK)) {
-            drop(&slot->load);
-            slot->pass = -1;
+        k3_load* load = &s->slots[i].load;
+        if (s->cache.owner[i] >= 0 && (!over(load) || load->failure.kind != K3_OK)) {
+            drop(load);
+            s->cache.pass[i] = -1;
         }
     }
     for (bool flying = true; flying;) {
@@ -212,12 +206,12 @@ void reset(k3_stream* s, bool distrust) {
         if (flying) pthread_cond_wait(&s->ready, &s->lock);
     }
     for (int64_t i = 0; i < s->set.n_slots; ++i) {
-        k3_slot* slot = s->slots + i;
-        if (slot->owner >= 0 && (slot->pass < 0 || (distrust && slot->pass == s->pass))) free_slot(s, slot);
-        slot->pinned = 0;
+        const int64_t pass = s->cache.pass[i];
+        if (s->cache.owner[i] >= 0 && (pass < 0 || (distrust && pass == s->pass))) free_slot(s, i);
+        s->cache.pinned[i] = 0;
     }
     s->urgent = s->urgent_last = nullptr;
-    s->first = s->count = s->free_at = 0;
+    s->first = s->count = s->free_at = s->lent = 0;
     s->read_pass = s->pass + 1;
     s->read_block = 0;
 }
@@ -227,30 +221,14 @@ void after_fork(k3_stream* s) {
     init_sync(s);
     for (int64_t i = 0; i < s->count; ++i) s->entries[(s->first + i) % K3_AHEAD].load.flying = 0;
     for (int64_t i = 0; i < s->set.n_slots; ++i) {
-        k3_slot* slot = s->slots + i;
-        if (slot->owner >= 0 && !over(&slot->load)) {
-            slot->load.flying = 0;
-            drop(&slot->load);
-            slot->pass = -1;
+        k3_load* load = &s->slots[i].load;
+        if (s->cache.owner[i] >= 0 && !over(load)) {
+            load->flying = 0;
+            drop(load);
+            s->cache.pass[i] = -1;
         }
     }
     reset(s, true);
-}
-
-// The slot whose expert is worth least: in the layer itself once it has its share, else in one that has more than that,
-// else anywhere; -1 where all are in use.  Layers come in turns, so the one whose turn was longest ago, and comes next,
-// would lose its experts to all others otherwise.  benches/expert_cache.py compares such rules.
-int64_t victim(const k3_stream* s, int64_t layer) {
-    int64_t best[3] = {-1, -1, -1};
-    for (int64_t i = 0; i < s->set.n_slots; ++i) {
-        const k3_slot* slot = s->slots + i;
-        if (slot->owner < 0) return i;
-        if (slot->pinned || !over(&slot->load)) continue;
-        const int64_t its = slot->owner / s->set.experts;
-        const int kind = its == layer && s->held[layer] >= s->share ? 0 : s->held[its] > s->share ? 1 : 2;
-        if (best[kind] < 0 || s->worth[slot->owner] < s->worth[s->slots[best[kind]].owner]) best[kind] = i;
-    }
-    return best[0] >= 0 ? best[0] : best[1] >= 0 ? best[1] : best[2];
 }
 
 }  // namespace
@@ -264,34 +242,23 @@ k3_stream* k3_stream_open(const k3_stream_setup* setup) {
     s->read_pass = 1;
     for (int64_t i = 0; i < setup->n_blocks; ++i)
         if (setup->resident[i]) s->stays_bytes += setup->blocks[i].room;
-    const int64_t experts = setup->n_layers * setup->experts;
     s->slot_room =
         setup->n_slots ? k3_slot_room(setup->files, setup->n_files, setup->layers, setup->n_layers, setup->experts) : 0;
-    s->stays = reserve(s->stays_bytes);
-    s->ring = reserve(setup->ring_bytes);
-    s->slot_memory = reserve(setup->n_slots * s->slot_room);
+    s->stays = setup->stays ? setup->stays : reserve(s->stays_bytes);
+    s->ring = setup->ring ? setup->ring : reserve(setup->ring_bytes);
+    s->slot_memory = setup->slot_memory ? setup->slot_memory : reserve(setup->n_slots * s->slot_room);
     s->slots = (k3_slot*)calloc((size_t)setup->n_slots + 1, sizeof(k3_slot));
-    s->slot_of = (int32_t*)malloc((size_t)(experts + 1) * sizeof(int32_t));
-    s->worth = (double*)malloc((size_t)(experts + 1) * sizeof(double));
-    s->held = (int64_t*)calloc((size_t)setup->n_layers + 1, sizeof(int64_t));
     int64_t moe = 0;
     for (int64_t i = 0; i < setup->n_layers; ++i) moe += setup->layers[i].is_moe;
-    s->share = moe ? setup->n_slots / moe : 0;
-    if (!s->stays || !s->ring || !s->slot_memory || !s->slots || !s->slot_of || !s->worth || !s->held) {
+    const bool cached = k3_cache_open(&s->cache, setup->n_slots, setup->n_layers, setup->experts, moe, setup->half_life);
+    if (!s->stays || !s->ring || !s->slot_memory || !s->slots || !cached) {
         s->set.n_files = 0;                                  // they stay with the caller
         s->set.files = nullptr;
         s->set.blocks = nullptr;
         k3_stream_close(s);
         return nullptr;
     }
-    for (int64_t i = 0; i < experts; ++i) {
-        s->slot_of[i] = -1;
-        s->worth[i] = -INFINITY;
-    }
-    for (int64_t i = 0; i < setup->n_slots; ++i) {
-        s->slots[i].owner = -1;
-        s->slots[i].at = s->slot_memory + i * s->slot_room;
-    }
+    for (int64_t i = 0; i < setup->n_slots; ++i) s->slots[i].at = s->slot_memory + i * s->slot_room;
     char* at = s->stays;
     for (int64_t i = 0; i < setup->n_blocks; ++i) {
         s->set.blocks[i].stays = setup->resident[i] ? at : nullptr;
@@ -311,9 +278,9 @@ void k3_stream_close(k3_stream* s) {
         pthread_mutex_unlock(&s->lock);
         for (int i = 0; i < s->n_threads; ++i) pthread_join(s->threads[i], nullptr);
     }
-    unreserve(s->stays, s->stays_bytes);
-    unreserve(s->ring, s->set.ring_bytes);
-    unreserve(s->slot_memory, s->set.n_slots * s->slot_room);
+    if (!s->set.stays) unreserve(s->stays, s->stays_bytes);
+    if (!s->set.ring) unreserve(s->ring, s->set.ring_bytes);
+    if (!s->set.slot_memory) unreserve(s->slot_memory, s->set.n_slots * s->slot_room);
     for (int64_t i = 0; i < s->set.n_files; ++i) {
         close(s->set.files[i].fd);
         if (s->set.files[i].direct >= 0) close(s->set.files[i].direct);
@@ -321,9 +288,7 @@ void k3_stream_close(k3_stream* s) {
     free(s->set.files);
     free(s->set.blocks);
     free(s->slots);
-    free(s->slot_of);
-    free(s->worth);
-    free(s->held);
+    k3_cache_close(&s->cache);
     free(s);
 }
 
@@ -435,16 +400,18 @@ int k3_stream_end(k3_stream* s, int complete) {
 // the trunk
 // ---------------------------------------------------------------------------------------------
 
-char* k3_stream_take(k3_stream* s, int64_t block, int64_t* bytes, int64_t* wait_ns) {
-    if (s->set.blocks[block].stays) return s->set.blocks[block].stays;
+namespace {
+
+// The memory of a block that is the entry `nth` of the ring; NULL where it has not arrived, after a wait or without one.
+char* arrived(k3_stream* s, int64_t nth, int64_t block, bool wait, int64_t* bytes, int64_t* wait_ns) {
     char* found = nullptr;
     int64_t since = 0;
     pthread_mutex_lock(&s->lock);
     while (s->failure.kind == K3_OK && !found) {
-        k3_entry* e = s->entries + s->first;
-        if (s->count > 0 && e->block != block) {
+        k3_entry* e = s->entries + (s->first + nth) % K3_AHEAD;
+        if (s->count > nth && e->block != block) {
             s->failure.kind = K3_ORDER;
-        } else if (s->count > 0 && over(&e->load)) {
+        } else if (s->count > nth && over(&e->load)) {
             if (e->load.failure.kind != K3_OK) {
                 s->failure = e->load.failure;
             } else {
@@ -452,6 +419,7 @@ char* k3_stream_take(k3_stream* s, int64_t block, int64_t* bytes, int64_t* wait_
                 *bytes += k3_load_bytes(&e->load);
             }
         } else {
+            if (!wait) break;
             if (!since) since = now_ns();
             wait_ready(s);
         }
@@ -461,9 +429,24 @@ char* k3_stream_take(k3_stream* s, int64_t block, int64_t* bytes, int64_t* wait_
     return found;
 }
 
+}  // namespace
+
+char* k3_stream_take(k3_stream* s, int64_t block, int64_t* bytes, int64_t* wait_ns) {
+    if (s->set.blocks[block].stays) return s->set.blocks[block].stays;
+    return arrived(s, 0, block, true, bytes, wait_ns);
+}
+
+char* k3_stream_lend(k3_stream* s, int64_t block, int wait, int64_t* bytes, int64_t* wait_ns) {
+    if (s->set.blocks[block].stays) return s->set.blocks[block].stays;
+    char* found = arrived(s, s->lent, block, wait != 0, bytes, wait_ns);
+    if (found) ++s->lent;
+    return found;
+}
+
 void k3_stream_give(k3_stream* s, int64_t block) {
     if (s->set.blocks[block].stays) return;
     pthread_mutex_lock(&s->lock);
+    if (s->lent > 0) --s->lent;
     s->first = (s->first + 1) % K3_AHEAD;
     --s->count;
     pthread_cond_broadcast(&s->work);
@@ -508,21 +491,17 @@ int64_t k3_stream_ask(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n
     pthread_mutex_lock(&s->lock);
     // Those that are here first, lest one makes room for another of the same group.
     for (int64_t i = 0; i < n; ++i) {
-        const int32_t slot = s->slot_of[layer * s->set.experts + ids[i]];
-        if (slot >= 0) s->slots[slot].pinned = 1;
+        const int32_t slot = s->cache.slot_of[layer * s->set.experts + ids[i]];
+        if (slot >= 0) s->cache.pinned[slot] = 1;
     }
     for (int64_t i = 0; i < n && s->failure.kind == K3_OK; ++i) {
         const int64_t owner = layer * s->set.experts + ids[i];
-        if (s->slot_of[owner] >= 0) continue;
-        const int64_t v = victim(s, layer);
+        if (s->cache.slot_of[owner] >= 0) continue;
+        const int64_t v = k3_cache_victim(&s->cache, layer, [s](int64_t slot) { return !over(&s->slots[slot].load); });
         if (v < 0) break;
         k3_slot* slot = s->slots + v;
-        free_slot(s, slot);
-        slot->owner = (int32_t)owner;
-        slot->pinned = 1;
-        slot->pass = s->pass;
-        s->slot_of[owner] = (int32_t)v;
-        ++s->held[layer];
+        free_slot(s, v);
+        k3_cache_claim(&s->cache, v, owner, s->pass);
         k3_lay_out_expert(s->set.files, s->set.n_files, &s->set.layers[layer].moe, ids[i], slot->at, &slot->load);
         push_urgent(s, &slot->load);
         *bytes += k3_load_bytes(&slot->load);
@@ -536,12 +515,11 @@ int64_t k3_stream_ask(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n
 int k3_stream_await(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n, k3_matrix* table, int64_t* wait_ns) {
     const k3_moe* moe = &s->set.layers[layer].moe;
     const int64_t E = s->set.experts;
-    const double age = (double)s->pass / s->set.half_life;
     int64_t since = 0;
     pthread_mutex_lock(&s->lock);
     for (int64_t i = 0; i < n && s->failure.kind == K3_OK; ++i) {
         const int64_t e = ids[i], owner = layer * E + e;
-        const int32_t at = s->slot_of[owner];
+        const int32_t at = s->cache.slot_of[owner];
         if (at < 0) {
             s->failure.kind = K3_ORDER;
             break;
@@ -555,8 +533,7 @@ int k3_stream_await(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n, 
             s->failure = slot->load.failure;
             break;
         }
-        // In logarithms, so that what the others are worth need not be brought up to date.
-        s->worth[owner] = age + log2(1.0 + exp2(s->worth[owner] - age));
+        k3_cache_use(&s->cache, owner, s->pass);
         const k3_matrix* w[3] = {moe->w1 + e, moe->w2 + e, moe->w3 + e};
         for (int j = 0; j < 3; ++j) {
             k3_matrix* m = table + j * E + e;
@@ -574,15 +551,15 @@ int k3_stream_await(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n, 
 void k3_stream_unpin(k3_stream* s, int64_t layer, const int32_t* ids, int64_t n) {
     pthread_mutex_lock(&s->lock);
     for (int64_t i = 0; i < n; ++i) {
-        const int32_t slot = s->slot_of[layer * s->set.experts + ids[i]];
-        if (slot >= 0) s->slots[slot].pinned = 0;
+        const int32_t slot = s->cache.slot_of[layer * s->set.experts + ids[i]];
+        if (slot >= 0) s->cache.pinned[slot] = 0;
     }
     pthread_mutex_unlock(&s->lock);
 }
 
 void k3_stream_unpin_all(k3_stream* s) {
     pthread_mutex_lock(&s->lock);
-    for (int64_t i = 0; i < s->set.n_slots; ++i) s->slots[i].pinned = 0;
+    for (int64_t i = 0; i < s->set.n_slots; ++i) s->cache.pinned[i] = 0;
     pthread_mutex_unlock(&s->lock);
 }
 

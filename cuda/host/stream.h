@@ -29,6 +29,7 @@ typedef struct k3_file {     // one file of the checkpoint
     int64_t size;
     int fd;                  // for reads through the page cache
     int direct;              // opened with O_DIRECT, or -1
+    int cached, _pad;        // whether what is read through the page cache stays there
     int64_t device, inode, modified, changed;    // as they were when it was opened; times in ns
 } k3_file;
 
@@ -67,9 +68,6 @@ typedef struct k3_block {    // rows first .. first + rows of a matrix, or of tw
 } k3_block;
 
 typedef struct k3_slot {     // room for one expert
-    int32_t owner;           // layer * experts + expert, or -1
-    int32_t pinned;          // in use, or on its way
-    int64_t pass;            // of the pass that read it
     char* at;
     k3_load load;
 } k3_slot;
@@ -89,6 +87,7 @@ typedef struct k3_stream_setup {
     int64_t chunk_bytes;             // of one read
     int64_t threads;                 // that read
     double half_life;                // passes after which a use of an expert counts half
+    char *stays, *ring, *slot_memory;    // the caller's memory for all three, aligned to K3_PAGE, or NULL: its own
 } k3_stream_setup;
 
 typedef struct k3_step {     // what the graph asks for: a matrix, or two that are used row by row together
@@ -144,6 +143,9 @@ int k3_stream_end(k3_stream* s, int complete);
 // The memory of a block, when it has arrived; NULL where it did not.  Blocks of the ring come one after the other.
 char* k3_stream_take(k3_stream* s, int64_t block, int64_t* bytes, int64_t* wait_ns);
 void k3_stream_give(k3_stream* s, int64_t block);                    // the memory is not needed any more
+// The same for a caller that has several blocks of the ring at a time: each call the next one, which is its own until
+// given back, in order.  Where it has not arrived, NULL after a wait means a failure, and without one nothing.
+char* k3_stream_lend(k3_stream* s, int64_t block, int wait, int64_t* bytes, int64_t* wait_ns);
 k3_matrix k3_stream_view(k3_stream* s, int64_t block, int which, char* base);   // the rows of a block as a matrix
 int k3_stream_row(k3_stream* s, const k3_matrix* table, int64_t row, char* buffer, const char** out, int64_t* bytes);
 

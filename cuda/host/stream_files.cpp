@@ -102,7 +102,7 @@ bool k3_files_unchanged(k3_file* files, int64_t n_files, bool* touched, k3_failu
     return true;
 }
 
-// Reads `need` bytes from `at` on; `to` has room for whole pages.  Leaves nothing in the page cache.
+// Reads `need` bytes from `at` on; `to` has room for whole pages.  Leaves nothing in the page cache, unless asked to.
 void k3_file_read(k3_file* files, int32_t file, int64_t at, int64_t need, char* to, k3_fault* fault, k3_failure* failure) {
     k3_file* f = files + file;
     int64_t got = 0;
@@ -130,7 +130,7 @@ void k3_file_read(k3_file* files, int32_t file, int64_t at, int64_t need, char* 
                 break;
             }
         }
-        if (fd == f->fd) posix_fadvise(f->fd, (off_t)at, (off_t)need, POSIX_FADV_DONTNEED);
+        if (fd == f->fd && !f->cached) posix_fadvise(f->fd, (off_t)at, (off_t)need, POSIX_FADV_DONTNEED);
     }
     __atomic_fetch_add(&fault->total, got < need ? got : need, __ATOMIC_RELAXED);
     if (error || got < need) {

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 from collections.abc import Callable
-from typing import Self, final
+from typing import Any, Self, final
+
+from typing_extensions import disjoint_base
 
 from k3session._core.gpu import KERNELS as KERNELS
 from k3session._core.gpu import Device
@@ -26,19 +28,22 @@ class DeviceTables:
     def parts(self) -> frozenset[str]: ...
     @property
     def nbytes(self) -> int: ...
-    def count(self, parts: frozenset[str]) -> int: ...
+    def count(self, parts: frozenset[str], streamed: bool = False) -> int: ...
     def work_bytes(self, rows: int) -> int: ...
     def load(
         self,
         memory: DeviceMemory,
         parts: frozenset[str],
         progress: Callable[[str, int, int], object] | None = None,
+        streamed: bool = False,
     ) -> None: ...
     def close(self) -> None: ...
 
-@final
+@disjoint_base
 class CudaOps(Ops):
-    def __new__(cls, memory: DeviceMemory, rows: int, split_activations: bool = False) -> Self: ...
+    def __new__(
+        cls, memory: DeviceMemory, rows: int, split_activations: bool = False, streamer: Any = None
+    ) -> Self: ...
     @property
     def device(self) -> Device: ...
     @property
