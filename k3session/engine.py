@@ -81,7 +81,9 @@ class Engine:
         if wanted.weights != "stored":
             self.recoded = recode(weights, wanted.weights, threads, progress)
         split, rounded = wanted.prefill_precision == "bf16x2", wanted.prefill_precision == "bf16"
-        self.decoder: Any = Decoder(weights, threads, isa, self._tables, split, None, rounded, self.gpu_streamer)
+        self.decoder: Any = Decoder(
+            weights, threads, isa, self._tables, split, None, rounded, self.gpu_streamer
+        )
         if memory is not None and checkpoint is not None and self.gpu_streamer is None:
             try:
                 self.streamer, self.plan = open_streamer(
