@@ -384,7 +384,7 @@ cdef class Kernels:
         p_q, p_k, p_a = self.values("q", q, (R, H * K)), self.values("k", k, (R, H * K)), self.values("alpha", alpha, (R, H * K))
         p_v, p_b = self.values("v", v, (R, H * V)), self.values("beta", beta, (R, H))
         check_array("state", state, (p.job.n_segments, H, K, V), np.float32)
-        o, new = _out((R, H * V)), _out(state.shape)
+        o, new = _out((R, H * V)), _aligned(state.shape)
         before, after = <float*>self.given(state), self.made(new)
         for i in range(p.job.n_segments):
             p.segments[i].now.state = before + i * H * K * V
@@ -575,3 +575,11 @@ cdef class Kernels:
 
 def _out(shape) -> np.ndarray:
     return np.full(shape, np.nan, np.float32)
+
+
+
+def _aligned(shape):
+    """The same at a multiple of 64 bytes, as state lies in a timeline."""
+    room = _out((int(np.prod(shape)) + 16,))
+    first = -room.__array_interface__["data"][0] % 64 // 4
+    return room[first : first + room.size - 16].reshape(shape)

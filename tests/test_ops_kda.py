@@ -194,6 +194,22 @@ def test_recurrence(isa: str, threads: int, keys: int, values: int) -> None:
 
 
 @every_build
+def test_states_that_no_cache_keeps(isa: str, threads: int) -> None:
+    """16 MB and more of old and new state: one row's goes past the caches, and every head has the bits it has alone."""
+    rng = np.random.default_rng(35)
+    heads, size = 128, 128
+    p, state = parts(rng, 3, heads, size, size), normal(rng, 2, heads, size, size)
+    k = make(isa, threads, rows=3, kda_num_heads=heads, kda_head_k=size)
+    few = make(isa, threads, rows=3, kda_num_heads=2, kda_head_k=size)
+    o, after = k.kda_recurrence(*p.values(), state, [1, 2])
+    for head in (0, 77, 126):
+        some = {name: x.reshape(3, heads, -1)[:, head : head + 2].reshape(3, -1).copy() for name, x in p.items()}
+        alone = few.kda_recurrence(*some.values(), state[:, head : head + 2].copy(), [1, 2])
+        same_bits(alone[0], o.reshape(3, heads, -1)[:, head : head + 2].reshape(3, -1).copy())
+        same_bits(alone[1], after[:, head : head + 2].copy())
+
+
+@every_build
 def test_state_survives_every_cut(isa: str, threads: int) -> None:
     """200 tokens as one piece, four, or 200."""
     rng = np.random.default_rng(35)

@@ -14,18 +14,19 @@ namespace K3_NS {
 
 namespace {
 
-enum { STRIP = 64 };
+enum { STRIP = 64, STREAM_FROM = 16 << 20 };
 
 struct Run {
     const k3_dims* dims;
     const k3_pass* pass;
     int64_t mixer_index, strips;
+    bool streams;                     // the new state of a segment of one row goes past the caches
     const float *q, *k, *v, *alpha, *beta;
     float* o;
 };
 
 // One token over NV vectors of value columns, the last of them `n` wide.
-template <int NV>
+template <int NV, bool STREAM = false>
 static inline void token(const float* from, float* to, int64_t ld, int64_t keys, int64_t n, const float* q, const float* k,
                          const float* v, const float* alpha, float beta, float* o) {
     vf r[NV], out[NV];
@@ -50,6 +51,7 @@ static inline void token(const float* from, float* to, int64_t ld, int64_t keys,
             const vf t = m_fma(bk, r[j], a * s);
             out[j] = m_fma(t, qq, out[j]);
             if (tail) v_store_n(to + i * ld + j * 16, t, n);
+            else if (STREAM) v_stream(to + i * ld + j * 16, t);
             else v_store(to + i * ld + j * 16, t);
         }
     }
@@ -71,6 +73,11 @@ void piece(void* arg, int64_t i) {
         const float *q = run->q + key, *k = run->k + key, *alpha = run->alpha + key, *v = run->v + value;
         const float beta = run->beta[row * H + h];
         float* o = run->o + value;
+        if (run->streams && seg->rows == 1 && (uintptr_t)to % 64 == 0) {
+            token<4, true>(from, to, V, D, 16, q, k, v, alpha, beta, o);
+            v_streamed();
+            continue;
+        }
         switch ((width + 15) / 16) {
             case 1: token<1>(from, to, V, D, last, q, k, v, alpha, beta, o); break;
             case 2: token<2>(from, to, V, D, last, q, k, v, alpha, beta, o); break;
@@ -85,7 +92,9 @@ void piece(void* arg, int64_t i) {
 int kda_recurrence(void* ctx, const k3_dims* dims, const k3_pass* pass, int64_t mixer_index, const float* q, const float* k,
                    const float* v, const float* alpha, const float* beta, float* o) {
     const k3_cpu* cpu = (const k3_cpu*)ctx;
-    Run run = {dims, pass, mixer_index, (dims->kda_head_v + STRIP - 1) / STRIP, q, k, v, alpha, beta, o};
+    Run run = {dims, pass, mixer_index, (dims->kda_head_v + STRIP - 1) / STRIP, false, q, k, v, alpha, beta, o};
+    // States that no cache would keep until the next token, the old one and the new; in whole strips.
+    run.streams = dims->kda_head_v % STRIP == 0 && 2 * dims->n_kda * dims->state_stride * 4 >= STREAM_FROM;
     const int64_t pieces = pass->n_segments * dims->kda_num_heads * run.strips;
     const int64_t bytes = dims->kda_num_heads * dims->kda_head_k * dims->kda_head_v * 4 * pass->rows;
     if (bytes < 2 * K3_PIECE_BYTES)

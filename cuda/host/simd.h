@@ -113,6 +113,8 @@ K3_INLINE vf m_pow2(vf t) {
 K3_INLINE vf m_sqrt(vf a) { return vf::make(_mm512_sqrt_ps(a.v)); }
 K3_INLINE vf v_load(const float* p) { return vf::make(_mm512_loadu_ps(p)); }
 K3_INLINE void v_store(float* p, vf a) { _mm512_storeu_ps(p, a.v); }
+K3_INLINE void v_stream(float* p, vf a) { _mm512_stream_ps(p, a.v); }    // past the caches; p at a multiple of 64 bytes
+K3_INLINE void v_streamed() { _mm_sfence(); }                             // .. and in memory for every thread
 K3_INLINE vf v_load_n(const void* p, int64_t n) {        // the first n lanes, zero beyond; reads nothing beyond
     return vf::make(_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p));
 }
@@ -235,6 +237,11 @@ K3_INLINE void v_store(float* p, vf x) {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);
 }
+K3_INLINE void v_stream(float* p, vf x) {
+    _mm256_stream_ps(p, x.a);
+    _mm256_stream_ps(p + 8, x.b);
+}
+K3_INLINE void v_streamed() { _mm_sfence(); }
 K3_INLINE vf v_load_n(const void* p, int64_t n) {
     float t[16] = {0};
     memcpy(t, p, (size_t)n * 4);
@@ -363,6 +370,8 @@ K3_INLINE vf v_load_bytes(const void* p) {
 }
 K3_INLINE vf v_load(const float* p) { return v_load_bytes(p); }
 K3_INLINE void v_store(float* p, vf a) { memcpy(p, &a, 64); }
+K3_INLINE void v_stream(float* p, vf a) { v_store(p, a); }
+K3_INLINE void v_streamed() {}
 K3_INLINE vf v_load_n(const void* p, int64_t n) {
     float t[16] = {0};
     memcpy(t, p, (size_t)n * 4);

@@ -115,5 +115,6 @@ static inline __m256 k3_extractf32x8_ps(simde__m512 a, int half) {
 #define _mm512_mask_storeu_ps k3_mask_storeu_ps
 #define _mm512_extractf32x8_ps k3_extractf32x8_ps
 #define _mm512_dpbf16_ps k3_dpbf16_ps
+#define _mm512_stream_ps _mm512_storeu_ps
 
 #endif
