@@ -577,7 +577,6 @@ def _out(shape) -> np.ndarray:
     return np.full(shape, np.nan, np.float32)
 
 
-
 def _aligned(shape):
     """The same at a multiple of 64 bytes, as state lies in a timeline."""
     room = _out((int(np.prod(shape)) + 16,))

@@ -203,7 +203,9 @@ def test_states_that_no_cache_keeps(isa: str, threads: int) -> None:
     few = make(isa, threads, rows=3, kda_num_heads=2, kda_head_k=size)
     o, after = k.kda_recurrence(*p.values(), state, [1, 2])
     for head in (0, 77, 126):
-        some = {name: x.reshape(3, heads, -1)[:, head : head + 2].reshape(3, -1).copy() for name, x in p.items()}
+        some = {
+            name: x.reshape(3, heads, -1)[:, head : head + 2].reshape(3, -1).copy() for name, x in p.items()
+        }
         alone = few.kda_recurrence(*some.values(), state[:, head : head + 2].copy(), [1, 2])
         same_bits(alone[0], o.reshape(3, heads, -1)[:, head : head + 2].reshape(3, -1).copy())
         same_bits(alone[1], after[:, head : head + 2].copy())
