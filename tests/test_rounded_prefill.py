@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from golden_data import GOLDEN, relative
 from ops_tools import Array, bf16_values, every_build, make, normal, product, same_bits, situ, weight, within
 from session_tools import prompt, step_all
+from streaming_tools import opened
 
 import k3session as k3
 from k3session._core.ops import multiplies_bf16
@@ -106,17 +108,18 @@ def test_a_trained_model_stays_near() -> None:
     assert min(errors) > 0 and np.median(errors) < 5e-3, errors
 
 
-@pytest.mark.parametrize("how", ["threads", "compact", "memory"])
-def test_the_same_bits_however_the_weights_come(nano: Path, model: k3.Model, how: str) -> None:
-    options = {"threads": {"threads": 2}, "compact": {"weights": "compact"}, "memory": {"memory": "160MiB"}}[
-        how
-    ]
+def test_the_same_bits_however_the_weights_come(nano: Path, model: k3.Model) -> None:
+    precision: dict[str, Any] = {"prefill_precision": "bf16"}
+    with model.session() as s:
+        want = s.prefill(IDS)
     with (
-        k3.Model.open(nano, device="cpu", prefill_precision="bf16", **options) as other,  # type: ignore[arg-type]
-        model.session() as a,
-        other.session() as b,
+        k3.Model.open(nano, device="cpu", threads=2, **precision) as threads,
+        k3.Model.open(nano, device="cpu", weights="compact", **precision) as compact,
+        opened(nano, memory="1GiB", options=precision) as streamed,
     ):
-        same_bits(b.prefill(IDS), a.prefill(IDS))
+        for other in (threads, compact, streamed):
+            with other.session() as s:
+                same_bits(s.prefill(IDS), want)
 
 
 def test_snapshots_tell_how_the_prefill_was(exact: k3.Model, model: k3.Model) -> None:
