@@ -30,7 +30,8 @@ test-device: $(VENV)/.test  ## run the GPU's kernels and models on the emulator;
 	K3_TEST_DEVICE=$(or $(DEVICE),emulator) $(RUN) -m pytest $(DEVICE_TESTS) $(TESTS)
 	K3_TEST_DEVICE=$(or $(DEVICE),emulator) $(RUN) -m pytest tests/test_stage.py -k "smallest or aborted or handed_over" $(TESTS)
 	$(if $(filter gpu,$(DEVICE)),,K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_cuda_check.py $(TESTS))
-	$(if $(filter gpu,$(DEVICE)),,K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_gpu_streaming.py -k "micro or schedule" $(TESTS))
+	$(if $(filter gpu,$(DEVICE)),,K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_gpu_streaming.py \
+	    -k "schedule or (micro and (nothing or half or part))" $(TESTS))
 
 test-mpi: $(VENV)/.mpi  ## run pipelines of 1 to 4 processes over MPI, and tests of sessions over stages
 	K3_TEST_MPI=require $(RUN) -m pytest tests/test_pipeline.py $(TESTS)
@@ -47,6 +48,7 @@ gpu-check: $(VENV)/.test  ## check and time the kernels on this machine's GPU; w
 soak: $(VENV)/.mpi  ## run the tests with full counts (hours); writes tests/soak.txt
 	@mkdir -p build
 	K3_SOAK=1 $(RUN) -m pytest -m "" --durations=20 | tee build/soak.txt
+	K3_SOAK=1 $(MAKE) --no-print-directory test-device TESTS='-m ""' | tee -a build/soak.txt
 	{ date -u +%Y-%m-%d; $(RUN) -c 'import platform; print(platform.machine(), "Python", platform.python_version())'; \
 	  cat build/soak.txt; } | sed 's,$(CURDIR)/,,g' > tests/soak.txt
 

@@ -48,6 +48,8 @@ BUDGETS: dict[str, dict[str, Any]] = {
     "the host keeps all of it": {"share": 0.2, "slots": 3, "block": 1 << 30, "on_host": 1.0, "readers": 0},
     "all experts stay": {"share": 0.0, "slots": 1000, "block": 3000},
 }
+OFTEN = ("nobody reads ahead", "half", "the host keeps a part")
+"""Of all checkpoints; the others of the smallest one, and of the rest in `make soak`."""
 ROWS = 12
 
 
@@ -78,8 +80,14 @@ def expected(checkpoints: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [(name, budget) for name in ("micro", "unpacked", "odd") for budget in BUDGETS]
-    + [("nano", budget) for budget in ("nobody reads ahead", "half", "the host keeps a part")],
+    [("micro", budget) for budget in BUDGETS]
+    + [(name, budget) for name in ("unpacked", "odd", "nano") for budget in OFTEN]
+    + [
+        pytest.param(name, budget, marks=pytest.mark.soak)
+        for name in ("unpacked", "odd")
+        for budget in BUDGETS
+        if budget not in OFTEN
+    ],
 )
 def test_the_bits_are_the_same_at_every_budget(
     name: str, budget: str, checkpoints: dict[str, Path], expected: dict[str, dict[str, Any]]

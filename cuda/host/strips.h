@@ -9,19 +9,18 @@
 
 namespace K3_NS {
 
-// Weights that a tile takes as they are.
+// Weights that a tile can take as they are.
 template <int DT> constexpr bool is_plain() { return DT == K3_BF16 || DT == K3_F32; }
 
-// Groups of columns at a time, so that a strip stays in the first-level cache, and rows of inputs, so that they stay in the
-// second.  BF16 and F32 are met where they lie; other weights, and a last group that is not whole, are unpacked before.
-// PACKED: inputs are BF16, and so the weights are.
-enum { ROWS = 32 };
-template <int DT, bool PACKED>
+// Groups of columns at a time, so that a strip stays in the first-level cache, and rows of inputs, so that the sums do.
+// plain: BF16 and F32 are met where they lie, but for a last group that is not whole.  Else weights are unpacked before, once
+// for all rows of inputs.  PACKED: inputs are BF16, and so the weights are.
+enum { ROWS = 64, UNPACK_FROM = 32 };
+template <int DT, bool PACKED, bool plain>
 static void dot_strips_of(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows) {
-    constexpr bool plain = is_plain<DT>();
     constexpr Form unpacked = PACKED ? FORM_PACKED : FORM_PAIRS;
     constexpr Form form = !plain || PACKED ? unpacked : DT == K3_BF16 ? FORM_BF16 : FORM_F32;
-    constexpr int64_t depth = DT == K3_BF16 ? 64 : DT == K3_F32 ? 32 : 16, room = plain ? 1 : depth, width = PACKED ? 16 : 32;
+    constexpr int64_t depth = !plain ? 16 : DT == K3_BF16 ? 64 : 32, room = plain ? 1 : depth, width = PACKED ? 16 : 32;
     float buffer[STRIP][room * width] __attribute__((aligned(64)));
     float sums[ROWS * STRIP * 16] __attribute__((aligned(64)));
     const v_table table = table_of<DT>(w);
@@ -60,7 +59,13 @@ static void dot_strips_of(const k3_matrix* w, int64_t r0, int64_t r1, const floa
 
 template <int DT, bool PACKED>
 static inline void dot_strips(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows) {
-    for (int64_t m = 0; m < rows; m += ROWS) dot_strips_of<DT, PACKED>(w, r0, r1, x + m, y + m, min64(ROWS, rows - m));
+    // With many rows of inputs, which come from a farther cache, short strips of float32 are better than long ones of BF16.
+    constexpr bool can = is_plain<DT>(), always = DT == K3_F32 || PACKED;
+    for (int64_t m = 0; m < rows; m += ROWS) {
+        const int64_t n = min64(ROWS, rows - m);
+        if (can && (always || rows < UNPACK_FROM)) dot_strips_of<DT, PACKED, can>(w, r0, r1, x + m, y + m, n);
+        else dot_strips_of<DT, PACKED, false>(w, r0, r1, x + m, y + m, n);
+    }
 }
 
 }  // namespace K3_NS

@@ -2,8 +2,8 @@
 //
 // Several rows of inputs: STRIP rows of weights meet TILE of them, as many sums as there are registers for.
 //
-// The 16 lanes of a sum (simd.h) fall into PARTS registers; a tile goes over the weights once for each part.  BF16 is widened
-// on the way, each time again: that is cheaper than to widen once and to read float32, which is twice as long.
+// The 16 lanes of a sum (simd.h) fall into PARTS registers; a tile goes over the weights once for each part.  BF16 can be
+// widened on the way, each time again: with few rows of inputs that is cheaper than to widen it once before.
 
 #ifndef K3_TILE_H
 #define K3_TILE_H
