@@ -34,7 +34,7 @@ static void dot_strips_of(const k3_matrix* w, int64_t r0, int64_t r1, const floa
         const auto begin = [&](int64_t group, int64_t count, bool unpack) {
             strip.groups = count;
             strip.fresh = group == 0;
-            for (int n = 0; n < STRIP + PARTS; ++n) strip.ahead[n] = row[0].data + (STRIP + n) * w->pitch + group * strip.step;
+            for (int n = 0; n < STRIP; ++n) strip.ahead[n] = row[0].data + (STRIP + n) * w->pitch + group * strip.step;
             for (int n = 0; n < STRIP; ++n) {
                 strip.row[n] = unpack ? (const char*)buffer[n] : row[n].data + group * strip.step;
                 for (int64_t g = group; unpack && g < group + count; ++g) {
@@ -59,13 +59,12 @@ static void dot_strips_of(const k3_matrix* w, int64_t r0, int64_t r1, const floa
 
 template <int DT, bool PACKED>
 static inline void dot_strips(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows) {
+    constexpr bool plain = is_plain<DT>();
+    auto strips = dot_strips_of<DT, PACKED, plain>;
     // With many rows of inputs, which come from a farther cache, short strips of float32 are better than long ones of BF16.
-    constexpr bool can = is_plain<DT>(), always = DT == K3_F32 || PACKED;
-    for (int64_t m = 0; m < rows; m += ROWS) {
-        const int64_t n = min64(ROWS, rows - m);
-        if (can && (always || rows < UNPACK_FROM)) dot_strips_of<DT, PACKED, can>(w, r0, r1, x + m, y + m, n);
-        else dot_strips_of<DT, PACKED, false>(w, r0, r1, x + m, y + m, n);
-    }
+    if constexpr (DT == K3_BF16 && !PACKED)
+        if (rows >= UNPACK_FROM) strips = dot_strips_of<DT, PACKED, false>;
+    for (int64_t m = 0; m < rows; m += ROWS) strips(w, r0, r1, x + m, y + m, min64(ROWS, rows - m));
 }
 
 }  // namespace K3_NS

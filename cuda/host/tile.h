@@ -53,6 +53,7 @@ K3_INLINE part p_even(const char* p) { return (part)((u4)p_load(p) << 16); }
 K3_INLINE part p_odd(const char* p) { return (part)((u4)p_load(p) & 0xffff0000u); }
 #endif
 enum { LANES = 16 / PARTS };
+static_assert(STRIP % PARTS == 0, "the parts of one tile ask for a whole strip");
 
 // How weights lie that a tile meets: as the checkpoint has them, widened as v_store_pair does it, or as BF16 that meets BF16.
 enum Form { FORM_BF16, FORM_F32, FORM_PAIRS, FORM_PACKED };
@@ -84,7 +85,7 @@ template <Form F, int SECOND> K3_INLINE part p_weights(const char* group, int p)
 // STRIP rows of weights, some groups of columns of them, and what is asked of memory meanwhile: `step` bytes a group.
 struct Strip {
     const char* row[STRIP];
-    const char* ahead[STRIP + PARTS];
+    const char* ahead[STRIP];
     int64_t groups, step;
     bool fresh;                       // sums are set, not added to
 };
@@ -159,7 +160,7 @@ template <Form F> static inline void tiles(const Strip& w, const float* const* x
         const int64_t n = left > TILE + 1 || left == TILE ? TILE : left > TILE ? TILE - 1 : left;
         for (int64_t i = 0; i < n; ++i) in[i] = x[m + i] + at;
         float* to = sums + m * STRIP * 16;
-        if (n == rows) tile_of<F, (STRIP + PARTS - 1) / PARTS>(n, w, in, to, 0);
+        if (n == rows) tile_of<F, STRIP / PARTS>(n, w, in, to, 0);
         else if (asked < STRIP) tile_of<F, 1>(n, w, in, to, asked);
         else tile_of<F, 0>(n, w, in, to, 0);
         asked += PARTS;
