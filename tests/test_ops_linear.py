@@ -28,7 +28,7 @@ from k3session.errors import ConfigError, K3Error
 COLUMNS = (1, 15, 16, 17, 31, 33, 63, 65, 127, 200)
 GROUPED = (32, 64, 96, 224)
 OUT = (1, 3, 5, 64, 65, 130)
-ROWS = (1, 2, 3, 4, 5, 70)
+ROWS = (1, 2, 3, 4, 5, 8, 31, 32, 70)
 KINDS = ("bf16", "f32", "mxfp4")
 
 
@@ -50,6 +50,20 @@ def test_linear(isa: str, threads: int, kind: str) -> None:
             for rows in ROWS:  # whatever the tile, a row has the bits that it has alone
                 at = 70 - rows
                 same_bits(k.linear(np.ascontiguousarray(x[at:]), w.matrix)[0], y[at:])
+
+
+@every_build
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_longer_than_what_is_met_at_once(isa: str, threads: int, kind: str) -> None:
+    """Sums are taken up again, beyond 512, 1,024 and 2,048 columns."""
+    rng = np.random.default_rng(7)
+    for columns in (544, 1056, 2080) if kind == "mxfp4" else (545, 1057, 2081):
+        k = make(isa, threads, rows=70, hidden_size=columns)
+        x, w = normal(rng, 70, columns), weight(rng, kind, 9, columns)
+        y = k.linear(x, w.matrix)[0]
+        within(y, *product(x, w.values))
+        for rows in ROWS:
+            same_bits(k.linear(x[:rows], w.matrix)[0], y[:rows])
 
 
 @every_build
