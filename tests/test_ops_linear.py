@@ -28,7 +28,7 @@ from k3session.errors import ConfigError, K3Error
 COLUMNS = (1, 15, 16, 17, 31, 33, 63, 65, 127, 200)
 GROUPED = (32, 64, 96, 224)
 OUT = (1, 3, 5, 64, 65, 130)
-ROWS = (1, 2, 3, 4, 5, 8, 31, 32, 70)
+ROWS = (1, 2, 3, 4, 5, 70)
 KINDS = ("bf16", "f32", "mxfp4")
 
 
@@ -62,7 +62,7 @@ def test_rows_longer_than_what_is_met_at_once(isa: str, threads: int, kind: str)
         x, w = normal(rng, 70, columns), weight(rng, kind, 9, columns)
         y = k.linear(x, w.matrix)[0]
         within(y, *product(x, w.values))
-        for rows in ROWS:
+        for rows in (*ROWS[:-1], 8, 31, 32):
             same_bits(k.linear(x[:rows], w.matrix)[0], y[:rows])
 
 
