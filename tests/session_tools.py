@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +75,21 @@ def resident() -> int:
     """Bytes of memory that this process has in RAM."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def threads() -> set[str]:
+    """The threads of this process, as the kernel numbers them."""
+    return set(os.listdir("/proc/self/task"))
+
+
+def threads_beside(before: set[str]) -> set[str]:
+    """The threads that are not among `before`: a thread that was joined stays in /proc until the kernel has
+    buried it, so this waits for them to go, for two seconds at most."""
+    for _ in range(200):
+        if not threads() - before:
+            break
+        time.sleep(0.01)
+    return threads() - before
 
 
 class Peak:

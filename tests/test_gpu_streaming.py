@@ -21,7 +21,7 @@ import pytest
 from device import EMULATED, ON_GPU
 from device_tools import alive, emulator
 from golden_data import relative
-from session_tools import contents, prompt, same, step_all, unchanged
+from session_tools import contents, prompt, same, step_all, threads, threads_beside, unchanged
 from streaming_tools import compare, opened, play
 
 import k3session as k3
@@ -448,10 +448,10 @@ def test_a_prefill_brings_each_block_once_per_chunk(nano: Path) -> None:
 
 @pytest.fixture
 def left_nothing() -> Iterator[None]:
-    before, files = set(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    before, files = threads(), len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
-    assert set(os.listdir("/proc/self/task")) <= before and len(os.listdir("/proc/self/fd")) == files
+    assert not threads_beside(before) and len(os.listdir("/proc/self/fd")) == files
     if EMULATED:
         assert alive(emulator()) == {}
 

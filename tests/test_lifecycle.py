@@ -124,10 +124,11 @@ CYCLES = """
 import gc, os, sys, time
 from pathlib import Path
 import k3session as k3
-from session_tools import resident
+from session_tools import resident, threads, threads_beside
 def handles():
     maps = Path("/proc/self/maps").read_text()
-    return (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), maps.count(sys.argv[1]))
+    return (len(os.listdir("/proc/self/fd")), len(threads()), maps.count(sys.argv[1]))
+before = threads()
 first, sizes, seen = handles(), [], []
 kept = []
 for i in range(24):
@@ -142,12 +143,8 @@ for i in range(24):
     session.close()
     model.close()
     kept.append((model, session))           # closing is enough, whoever still holds them
+    assert not threads_beside(before)
     left = handles()
-    for _ in range(200):                    # a thread that was joined stays in /proc until the kernel has buried it
-        if left == first:
-            break
-        time.sleep(0.01)
-        left = handles()
     assert left == first, (left, first)
     gc.collect()
     sizes.append(resident())
@@ -212,22 +209,24 @@ def test_import_starts_nothing_and_needs_no_driver() -> None:
 import os, sys, threading
 from pathlib import Path
 import numpy                                        # may have threads of its own
-before = sorted(os.listdir("/proc/self/task"))
+before = set(os.listdir("/proc/self/task"))
 import k3session
-assert sorted(os.listdir("/proc/self/task")) == before and threading.active_count() == 1
+assert set(os.listdir("/proc/self/task")) == before and threading.active_count() == 1
 maps = Path("/proc/self/maps").read_text()
 assert not any(name in maps for name in ("libcuda", "libcudart", "nvidia", "libgomp", "libomp", "libiomp"))
 files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
 assert not any("nvidia" in name for name in files), files
 heavy = {"torch", "tiktoken", "transformers", "matplotlib", "pytest"} & set(sys.modules)
 assert not heavy, heavy
+from session_tools import threads, threads_beside
+assert threads() == before
 model = k3session.Model.open(threads=2)
-assert sorted(os.listdir("/proc/self/task")) == before          # threads begin with the first pass that wants them
+assert threads() == before                          # threads begin with the first pass that wants them
 session = model.session()
 session.prefill([1, 2, 3])
-assert len(os.listdir("/proc/self/task")) == len(before) + 1
+assert len(threads()) == len(before) + 1
 session.close(); model.close()
-assert sorted(os.listdir("/proc/self/task")) == before
+assert not threads_beside(before)
 try:
     k3session.Model.open(device="cuda")
 except k3session.DeviceError as error:

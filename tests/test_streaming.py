@@ -20,7 +20,17 @@ from typing import Any
 import numpy as np
 import pytest
 from device import ON_GPU
-from session_tools import contents, environment, prompt, run, same, step_all, unchanged
+from session_tools import (
+    contents,
+    environment,
+    prompt,
+    run,
+    same,
+    step_all,
+    threads,
+    threads_beside,
+    unchanged,
+)
 from streaming_tools import compare, opened, play
 
 import k3session as k3
@@ -439,14 +449,14 @@ def test_chunks_are_larger_where_memory_allows(nano: Path) -> None:
 
 
 def test_readers_end_with_the_model(nano: Path) -> None:
-    before = set(os.listdir("/proc/self/task"))
+    before = threads()
     files = len(os.listdir("/proc/self/fd"))
     for direct in (True, False):
         with opened(nano, slots=2, direct=direct) as model:
-            assert len(set(os.listdir("/proc/self/task")) - before) >= 4
+            assert len(threads() - before) >= 4
             with model.session() as s:
                 s.step(1)
-    assert set(os.listdir("/proc/self/task")) <= before
+    assert not threads_beside(before)
     assert len(os.listdir("/proc/self/fd")) == files
 
 
@@ -456,7 +466,7 @@ def test_a_model_that_cannot_be_read_at_open_leaves_nothing(
     """What stays is read when the model is opened, and a failure there is an error of the open."""
     from k3session import streaming
 
-    before, files = set(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    before, files = threads(), len(os.listdir("/proc/self/fd"))
 
     def failing(*args: Any) -> Any:
         made = Streamer(*args)
@@ -467,7 +477,7 @@ def test_a_model_that_cannot_be_read_at_open_leaves_nothing(
     monkeypatch.setattr(streaming, "Streamer", failing)
     with pytest.raises(k3.CheckpointError, match="Input/output error"), opened(copy, share=1.0):
         pass
-    assert set(os.listdir("/proc/self/task")) <= before and len(os.listdir("/proc/self/fd")) == files
+    assert not threads_beside(before) and len(os.listdir("/proc/self/fd")) == files
 
 
 @pytest.fixture
