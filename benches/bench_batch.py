@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MODELS, Opener, percentiles, tokens
+from conftest import MODELS, Opener, percentiles, quartiles, seconds, tokens
 
 import k3session as k3
 from k3session.speculative import NgramDrafter, speculate
@@ -39,6 +38,13 @@ def test_batch(benchmark: Any, open_model: Opener, name: str, n: int, threads: i
         pairs = list(zip(sessions, tokens(model, n).tolist(), strict=True))
         benchmark.group = f"batch {name}"
         benchmark.pedantic(model.step, args=(pairs,), rounds=rounds(name), warmup_rounds=2)
+        if benchmark.stats is not None and n > 1:
+            # Against one of them alone, in turns: a machine is not the same from minute to minute.
+            gains = []
+            for _ in range(2 * rounds(name)):
+                alone = seconds(lambda: model.step(pairs[:1]))
+                gains.append(n * alone / seconds(lambda: model.step(pairs)))
+            benchmark.extra_info |= quartiles("times_one", gains)
     percentiles(benchmark, model=name, sessions=n, threads=threads)
     if benchmark.stats is not None:
         benchmark.extra_info["tokens_per_second"] = round(n / benchmark.stats.stats.median, 1)
@@ -62,10 +68,7 @@ def test_verify(benchmark: Any, open_model: Opener, name: str, n: int) -> None:
         benchmark.pedantic(verify, rounds=rounds(name), warmup_rounds=2)
         took = []
         for _ in range(rounds(name) if benchmark.stats is not None else 1):
-            began = time.perf_counter()
-            for token in ids[:half]:
-                s.step(token)
-            took.append(time.perf_counter() - began)
+            took.append(seconds(lambda: [s.step(token) for token in ids[:half]]))
     percentiles(benchmark, model=name, tokens=n, accepted=half, threads=THREADS[-1])
     benchmark.extra_info["stepped_us"] = round(statistics.median(took) * 1e6, 2)
 

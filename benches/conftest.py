@@ -8,6 +8,7 @@ preset (``k3session synth DIR --preset mid``, 3 GB); without it the larger cases
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,6 +59,19 @@ def tokens(model: k3.Model, n: int, seed: int = 0) -> np.ndarray:
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     """Which machine a saved run is from: runs of others are not compared."""
     machine_info["id"] = identity()["id"]
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def quartiles(name: str, values: list[float]) -> dict[str, float]:
+    """The median and what half of the values lie between, as extra information of a result."""
+    low, middle, high = (round(float(q), 2) for q in np.percentile(values, [25, 50, 75]))
+    return {name: middle, f"{name}_q1": low, f"{name}_q3": high}
 
 
 def percentiles(benchmark: Any, **extra: object) -> None:

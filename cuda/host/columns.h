@@ -48,7 +48,7 @@ template <int DT> K3_INLINE void load_group(const Row& r, v_table table, int64_t
     } else if (DT == K3_BF16) {
         v_bf16_split(r.data + group * 64, a, b);
     } else if (DT == K3_MXFP4) {
-        v_mxfp4_split(r.data + group * 16, e8m0_to_f32(r.scale[group]), a, b);
+        v_mxfp4_split(r.data + group * 16, r.scale[group], a, b);
     } else if (DT == K3_COMPACT) {
         if (group % 2 == 0) v_compact_split(r.data + group / 2 * 96, 0, table, a, b);
         else v_compact_split(r.data + group / 2 * 96, 1, table, a, b);

@@ -10,6 +10,12 @@ namespace K3_NS {
 
 namespace {
 
+#if defined(K3_ISA_AVX512)
+enum { TOGETHER = 4 };                // rows of queries, as many as there are registers for
+#else
+enum { TOGETHER = 2 };
+#endif
+
 struct Run {
     const k3_dims* dims;
     const k3_matrix* kv_b;
@@ -18,7 +24,8 @@ struct Run {
     int64_t rows;
 };
 
-// 32 columns (n real) from column c of head h for M rows of queries.
+// 32 columns (n real) from column c of head h for M rows of queries.  The next 32 are asked of memory meanwhile: they lie in other
+// lines, of which no processor guesses the order.
 template <int M> static inline void columns(const Run* run, int64_t h, int64_t c, int64_t n, int64_t m0) {
     const k3_dims* dims = run->dims;
     const int64_t nope = dims->qk_nope_head_dim, qk = nope + dims->qk_rope_head_dim, H = dims->num_attention_heads;
@@ -33,6 +40,7 @@ template <int M> static inline void columns(const Run* run, int64_t h, int64_t c
     for (int64_t r = 0; r < nope; ++r) {
         vf wa, wb;
         const char* row = (const char*)run->kv_b->data + (first + r) * run->kv_b->pitch + c * (bf16 ? 2 : 4);
+        __builtin_prefetch(row + (bf16 ? 64 : 128));
         if (bf16) {
             if (n == 32) v_bf16_split(row, wa, wb);
             else v_bf16_split_n(row, n, wa, wb);
@@ -64,7 +72,7 @@ void piece(void* arg, int64_t h) {
     for (int64_t c = 0; c < L; c += 32) {
         const int64_t n = min64(32, L - c);
         int64_t m = 0;
-        for (; m + 4 <= run->rows; m += 4) columns<4>(run, h, c, n, m);
+        for (; m + TOGETHER <= run->rows; m += TOGETHER) columns<TOGETHER>(run, h, c, n, m);
         for (; m < run->rows; ++m) columns<1>(run, h, c, n, m);
     }
     for (int64_t m = 0; m < run->rows; ++m) {

@@ -146,10 +146,10 @@ K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
 }
 // 16 bytes of packed E2M1 at p, times the scale: columns 0, 2, .. 30 (low nibbles) and 1, 3, .. 31.  Code 8, minus zero,
 // is read as zero everywhere, so that no instruction set can differ in the sign of an underflow.
-K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
+K3_INLINE void v_mxfp4_split(const void* p, uint8_t scale, vf& even, vf& odd) {
     const __m512 table = _mm512_mul_ps(
         _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, 0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f),
-        _mm512_set1_ps(scale));
+        _mm512_set1_ps(e8m0_to_f32(scale)));
     const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
     even.v = _mm512_permutexvar_ps(b, table);            // takes the low four bits of each index
     odd.v = _mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), table);
@@ -242,18 +242,20 @@ K3_INLINE void v_stream(float* p, vf x) {
     _mm256_stream_ps(p + 8, x.b);
 }
 K3_INLINE void v_streamed() { _mm_sfence(); }
+K3_INLINE vf v_load_bytes(const void* p) {
+    return vf::make(_mm256_loadu_ps((const float*)p), _mm256_loadu_ps((const float*)((const char*)p + 32)));
+}
 K3_INLINE vf v_load_n(const void* p, int64_t n) {
+    if (n == 16) return v_load_bytes(p);
     float t[16] = {0};
     memcpy(t, p, (size_t)n * 4);
     return v_load(t);
 }
 K3_INLINE void v_store_n(float* p, vf x, int64_t n) {
+    if (n == 16) return v_store(p, x);
     float t[16];
     v_store(t, x);
     memcpy(p, t, (size_t)n * 4);
-}
-K3_INLINE vf v_load_bytes(const void* p) {
-    return vf::make(_mm256_loadu_ps((const float*)p), _mm256_loadu_ps((const float*)((const char*)p + 32)));
 }
 K3_INLINE void v_store_pair(float* p, vf x, vf y) {
     _mm256_storeu_ps(p, x.a);
@@ -280,18 +282,43 @@ K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
     odd.a = _mm256_castsi256_ps(_mm256_and_si256(w0, m));
     odd.b = _mm256_castsi256_ps(_mm256_and_si256(w1, m));
 }
-// Sixteen nibbles as floats: a byte table of twice the values, which are small integers, widened.
-K3_INLINE vf e2m1_16(__m128i nibbles, __m256 half_scale) {
-    const __m128i table = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
-    const __m128i v = _mm_shuffle_epi8(table, nibbles);
-    return vf::make(_mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)), half_scale),
-                    _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8))), half_scale));
-}
-K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
-    const __m256 half_scale = _mm256_set1_ps(scale * 0.5f);
-    const __m128i bytes = _mm_loadu_si128((const __m128i*)p), low = _mm_set1_epi8(15);
-    even = e2m1_16(_mm_and_si128(bytes, low), half_scale);
-    odd = e2m1_16(_mm_and_si128(_mm_srli_epi16(bytes, 4), low), half_scale);
+// 32 MXFP4 weights.  Codes become the two bytes of BF16 numbers by look-up, with a table for every scale, so that nothing is left
+// to multiply with it.  The bytes are laid so that the low words of the registers are lanes 0 to 7 and the high words 8 to 15.
+struct mxfp4_bytes {
+    uint8_t low[256][16], high[256][16];             // by scale and code
+    constexpr mxfp4_bytes() : low(), high() {
+        for (int scale = 0; scale < 256; ++scale)
+            for (int code = 0; code < 16; ++code) {
+                // Codes 1 to 7 are 1 or 1.5 (odd, from 3 on) times 2^-1, 2^0, 2^0, 2^1, 2^1, 2^2, 2^2; 8 is read as 0.
+                const int magnitude = code & 7, half = magnitude > 1 ? magnitude & 1 : 0;
+                const int exponent = scale + (magnitude >> 1) - 1;     // biased, as scale is
+                int word = 0;
+                if (scale == 255) word = 0x7fc0;
+                else if (magnitude == 0) word = 0;
+                else if (exponent >= 255) word = 0x7f80;
+                else if (exponent > 0) word = exponent << 7 | half << 6;
+                else word = (128 + 64 * half) >> (1 - exponent);       // a subnormal, exactly
+                if (code > 8) word |= 0x8000;
+                low[scale][code] = (uint8_t)(word & 255);
+                high[scale][code] = (uint8_t)(word >> 8);
+            }
+    }
+};
+static constexpr mxfp4_bytes k3_mxfp4;
+K3_INLINE __m256i both_halves(const void* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }
+K3_INLINE void v_mxfp4_split(const void* p, uint8_t scale, vf& even, vf& odd) {
+    const __m256i order = _mm256_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 4, 12, 5,
+                                           13, 6, 14, 7, 15);
+    const __m256i shift = _mm256_setr_epi64x(0, 4, 0, 4), mask = _mm256_set1_epi32((int)0xffff0000u);
+    const __m256i bytes = _mm256_shuffle_epi8(both_halves(p), order);
+    const __m256i code = _mm256_and_si256(_mm256_srlv_epi64(bytes, shift), _mm256_set1_epi8(15));
+    const __m256i low = _mm256_shuffle_epi8(both_halves(k3_mxfp4.low[scale]), code);
+    const __m256i high = _mm256_shuffle_epi8(both_halves(k3_mxfp4.high[scale]), code);
+    const __m256i e = _mm256_unpacklo_epi8(low, high), o = _mm256_unpackhi_epi8(low, high);
+    even.a = _mm256_castsi256_ps(_mm256_slli_epi32(e, 16));
+    even.b = _mm256_castsi256_ps(_mm256_and_si256(e, mask));
+    odd.a = _mm256_castsi256_ps(_mm256_slli_epi32(o, 16));
+    odd.b = _mm256_castsi256_ps(_mm256_and_si256(o, mask));
 }
 struct v_table {
     __m256i bytes;
@@ -373,6 +400,7 @@ K3_INLINE void v_store(float* p, vf a) { memcpy(p, &a, 64); }
 K3_INLINE void v_stream(float* p, vf a) { v_store(p, a); }
 K3_INLINE void v_streamed() {}
 K3_INLINE vf v_load_n(const void* p, int64_t n) {
+    if (n == 16) return v_load_bytes(p);
     float t[16] = {0};
     memcpy(t, p, (size_t)n * 4);
     return v_load(t);
@@ -407,14 +435,14 @@ K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
         odd.q[i] = (v4)((u4)w.q[i] & 0xffff0000u);
     }
 }
-K3_INLINE void v_mxfp4_split(const void* p, float scale, vf& even, vf& odd) {
+K3_INLINE void v_mxfp4_split(const void* p, uint8_t scale, vf& even, vf& odd) {
     static const float table[16] = {0.0f, 0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                     0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
     const uint8_t* b = (const uint8_t*)p;
     float e[16], o[16];
     for (int i = 0; i < 16; ++i) {
-        e[i] = table[b[i] & 15] * scale;
-        o[i] = table[b[i] >> 4] * scale;
+        e[i] = table[b[i] & 15] * e8m0_to_f32(scale);
+        o[i] = table[b[i] >> 4] * e8m0_to_f32(scale);
     }
     even = v_load(e);
     odd = v_load(o);
