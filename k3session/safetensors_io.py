@@ -255,11 +255,13 @@ class Plan:
 def plan(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]],
     metadata: Mapping[str, str] | None = None,
+    *,
+    align: int = 8,
 ) -> Plan:
     """Lay out a safetensors file from (name, dtype, shape), in the order given.
 
-    Data start at a multiple of 8.  Put the tensors with the largest elements first to have all of
-    them aligned.
+    Data start at a multiple of `align`, itself one of 8.  Put the tensors with the largest elements
+    first to have all of them aligned.
     """
     entries: dict[str, Any] = {}
     if metadata:
@@ -278,7 +280,7 @@ def plan(
         places[name] = position
         position += nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % align)
     start = 8 + len(text)
     header = struct.pack("<Q", len(text)) + text
     return Plan(

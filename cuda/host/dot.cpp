@@ -38,6 +38,7 @@ static inline void dot_rows(const k3_matrix* w, int64_t row, const float* const*
         r[n] = row_of<DT>(w, row + n);
         for (int m = 0; m < M; ++m) acc[n][m] = vf(0.0f);
     }
+    if (DT == K3_MXFP4) __builtin_prefetch(r[0].scale + AHEAD / 16);
     const auto add = [&](int64_t g, vf* sum, vf a, vf b) {
         for (int m = 0; m < M; ++m) {
             const float* in = x[m] + g * 32;

@@ -57,6 +57,17 @@ K3_INLINE void prepare_row(const float* x, int64_t n, int32_t dtype, float* out,
     for (int64_t c = 0; c < n; c += 32) prepare_32(x + c, min64(32, n - c), dtype, out + (how == INPUTS_PACKED ? c / 2 : c), how);
 }
 
+// Asks memory for what a multiplication from this row on would wait for: nothing yet tells the processor of it.
+K3_INLINE void ask_for(const k3_matrix* w, int64_t row) {
+    const char* data = (const char*)w->data + row * w->pitch;
+    for (int64_t i = 0; i < 2048; i += 64) __builtin_prefetch(data + i);
+    if (w->dtype == K3_MXFP4) {
+        const char* scale = (const char*)w->scale + row * (w->cols / 32);
+        __builtin_prefetch(scale);
+        __builtin_prefetch(scale + 64);
+    }
+}
+
 // y[m][0 .. r1 - r0) = rows r0 .. r1 of the weights times the prepared inputs x[m], for up to any number of rows.
 void multiply(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows);
 // The same for packed inputs, on the instruction set for which k3_cpu_rounded is 2.

@@ -53,6 +53,7 @@ void output(void* arg, int64_t i) {
     for (int64_t a = 0; a < run->n_active; ++a) {
         const k3_matrix* w2 = run->moe->w2 + run->active[a];
         const int64_t ldh = padded(w2->cols);
+        if (a + 1 < run->n_active) ask_for(run->moe->w2 + run->active[a + 1], r0);
         for (int64_t s = run->begin[a]; s < run->begin[a + 1]; s += TILE) {
             const int64_t count = min64(TILE, run->begin[a + 1] - s);
             const float* x[TILE];

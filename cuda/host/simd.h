@@ -307,8 +307,8 @@ struct mxfp4_bytes {
 static constexpr mxfp4_bytes k3_mxfp4;
 K3_INLINE __m256i both_halves(const void* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }
 K3_INLINE void v_mxfp4_split(const void* p, uint8_t scale, vf& even, vf& odd) {
-    const __m256i order = _mm256_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 4, 12, 5,
-                                           13, 6, 14, 7, 15);
+    const __m256i order = _mm256_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15, 4, 12,
+                                           5, 13, 6, 14, 7, 15);
     const __m256i shift = _mm256_setr_epi64x(0, 4, 0, 4), mask = _mm256_set1_epi32((int)0xffff0000u);
     const __m256i bytes = _mm256_shuffle_epi8(both_halves(p), order);
     const __m256i code = _mm256_and_si256(_mm256_srlv_epi64(bytes, shift), _mm256_set1_epi8(15));

@@ -22,6 +22,7 @@ static inline void situ_block(const k3_matrix* gate, const k3_matrix* up, int64_
         gp[m] = g[m];
         upp[m] = u[m];
     }
+    ask_for(up, r0);
     multiply(gate, r0, r0 + n, xg, gp, count, how_gate);
     multiply(up, r0, r0 + n, xu, upp, count, how_up);
     for (int64_t m = 0; m < count; ++m)

@@ -13,11 +13,12 @@ namespace K3_NS {
 template <int DT> constexpr bool is_plain() { return DT == K3_BF16 || DT == K3_F32; }
 
 // Groups of columns at a time, so that a strip stays in the first-level cache, and rows of inputs, so that the sums do.
-// plain: BF16 and F32 are met where they lie, but for a last group that is not whole.  Else weights are unpacked before, once
-// for all rows of inputs.  PACKED: inputs are BF16, and so the weights are.
-enum { ROWS = 64, UNPACK_FROM = 32 };
-template <int DT, bool PACKED, bool plain>
+// BF16 and F32 are met where they lie, but for a last group that is not whole; other weights are unpacked before, once for all
+// rows of inputs.  PACKED: inputs are BF16, and so the weights are.
+enum { ROWS = 64 };
+template <int DT, bool PACKED>
 static void dot_strips_of(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows) {
+    constexpr bool plain = is_plain<DT>();
     constexpr Form unpacked = PACKED ? FORM_PACKED : FORM_PAIRS;
     constexpr Form form = !plain || PACKED ? unpacked : DT == K3_BF16 ? FORM_BF16 : FORM_F32;
     constexpr int64_t depth = !plain ? 16 : DT == K3_BF16 ? 64 : 32, room = plain ? 1 : depth, width = PACKED ? 16 : 32;
@@ -59,12 +60,7 @@ static void dot_strips_of(const k3_matrix* w, int64_t r0, int64_t r1, const floa
 
 template <int DT, bool PACKED>
 static inline void dot_strips(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows) {
-    constexpr bool plain = is_plain<DT>();
-    auto strips = dot_strips_of<DT, PACKED, plain>;
-    // With many rows of inputs, which come from a farther cache, short strips of float32 are better than long ones of BF16.
-    if constexpr (DT == K3_BF16 && !PACKED)
-        if (rows >= UNPACK_FROM) strips = dot_strips_of<DT, PACKED, false>;
-    for (int64_t m = 0; m < rows; m += ROWS) strips(w, r0, r1, x + m, y + m, min64(ROWS, rows - m));
+    for (int64_t m = 0; m < rows; m += ROWS) dot_strips_of<DT, PACKED>(w, r0, r1, x + m, y + m, min64(ROWS, rows - m));
 }
 
 }  // namespace K3_NS

@@ -2,8 +2,11 @@
 //
 // Several rows of inputs: STRIP rows of weights meet TILE of them, as many sums as there are registers for.
 //
-// The 16 lanes of a sum (simd.h) fall into PARTS registers; a tile goes over the weights once for each part.  BF16 can be
-// widened on the way, each time again: with few rows of inputs that is cheaper than to widen it once before.
+// The 16 lanes of a sum (simd.h) fall into PARTS registers; a tile goes over the weights once for each part.  BF16 is widened on
+// the way, each time again, which costs no more than to widen it once and to read it twice as long.
+//
+// Sums, inputs and a weight take all registers.  Left to itself the compiler reads an input from memory again for each product,
+// and loads are then what limits a tile; so p_input and p_fma say that they are of registers, and that sums stay in place.
 
 #ifndef K3_TILE_H
 #define K3_TILE_H
@@ -18,7 +21,6 @@ typedef __m512 part;
 K3_INLINE part p_zero() { return _mm512_setzero_ps(); }
 K3_INLINE part p_load(const void* p) { return _mm512_loadu_ps(p); }
 K3_INLINE void p_store(float* p, part x) { _mm512_storeu_ps(p, x); }
-K3_INLINE part p_fma(part a, part b, part c) { return _mm512_fmadd_ps(a, b, c); }
 K3_INLINE part p_even(const char* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
 K3_INLINE part p_odd(const char* p) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000u)));
@@ -35,9 +37,15 @@ typedef __m256 part;
 K3_INLINE part p_zero() { return _mm256_setzero_ps(); }
 K3_INLINE part p_load(const void* p) { return _mm256_loadu_ps((const float*)p); }
 K3_INLINE void p_store(float* p, part x) { _mm256_storeu_ps(p, x); }
-K3_INLINE part p_fma(part a, part b, part c) { return _mm256_fmadd_ps(a, b, c); }
+// The mask comes from memory: it would be the seventeenth register.
+static const uint32_t kOdd[8] __attribute__((aligned(32))) = {0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u,
+                                                              0xffff0000u, 0xffff0000u, 0xffff0000u, 0xffff0000u};
 K3_INLINE part p_even(const char* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16)); }
-K3_INLINE part p_odd(const char* p) { return _mm256_and_ps(p_load(p), _mm256_castsi256_ps(_mm256_set1_epi32((int)0xffff0000u))); }
+K3_INLINE part p_odd(const char* p) {
+    part x = p_load(p);
+    asm("vandps %1, %0, %0" : "+x"(x) : "m"(kOdd));
+    return x;
+}
 #else
 enum { PARTS = 4, STRIP = 4, TILE = 2 };
 typedef v4 part;
@@ -48,11 +56,32 @@ K3_INLINE part p_load(const void* p) {
     return x;
 }
 K3_INLINE void p_store(float* p, part x) { memcpy(p, &x, 16); }
-K3_INLINE part p_fma(part a, part b, part c) { return a * b + c; }
 K3_INLINE part p_even(const char* p) { return (part)((u4)p_load(p) << 16); }
 K3_INLINE part p_odd(const char* p) { return (part)((u4)p_load(p) & 0xffff0000u); }
 #endif
 enum { LANES = 16 / PARTS };
+
+#if defined(K3_ISA_AVX2) || (defined(K3_ISA_AVX512) && defined(__AVX512F__))
+K3_INLINE part p_input(const float* p) {
+    part x = p_load(p);
+    asm("" : "+v"(x));
+    return x;
+}
+K3_INLINE part p_fma(part a, part b, part c) {
+    asm("vfmadd231ps %2, %1, %0" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+}
+#else                                 // portable, and AVX-512 emulated (tests/cpp)
+K3_INLINE part p_input(const float* p) { return p_load(p); }
+K3_INLINE part p_fma(part a, part b, part c) {
+#if defined(K3_ISA_AVX512)
+    return _mm512_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+#endif
+
 static_assert(STRIP % PARTS == 0, "the parts of one tile ask for a whole strip");
 
 // How weights lie that a tile meets: as the checkpoint has them, widened as v_store_pair does it, or as BF16 that meets BF16.
@@ -109,7 +138,7 @@ template <Form F, int M, int ASKS> static inline void tile(const Strip& w, const
             for (int i = 0; i < ASKS; ++i) __builtin_prefetch(ahead[i] + g * step);
 #if defined(K3_ISA_AVX512) && defined(__AVX512BF16__)
             if (F == FORM_PACKED) {
-                for (int m = 0; m < M; ++m) v[m] = p_load(in[m] + 16 * g);
+                for (int m = 0; m < M; ++m) v[m] = p_input(in[m] + 16 * g);
                 for (int n = 0; n < STRIP; ++n) {
                     const part u = p_load(row[n] + g * 64);
                     for (int m = 0; m < M; ++m) acc[m][n] = p_products(acc[m][n], u, v[m]);
@@ -117,12 +146,12 @@ template <Form F, int M, int ASKS> static inline void tile(const Strip& w, const
                 continue;
             }
 #endif
-            for (int m = 0; m < M; ++m) v[m] = p_load(in[m] + 32 * g);
+            for (int m = 0; m < M; ++m) v[m] = p_input(in[m] + 32 * g);
             for (int n = 0; n < STRIP; ++n) {
                 const part u = p_weights<F, 0>(row[n] + g * group_bytes(F), p);
                 for (int m = 0; m < M; ++m) acc[m][n] = p_fma(u, v[m], acc[m][n]);
             }
-            for (int m = 0; m < M; ++m) v[m] = p_load(in[m] + 32 * g + LANES);
+            for (int m = 0; m < M; ++m) v[m] = p_input(in[m] + 32 * g + LANES);
             for (int n = 0; n < STRIP; ++n) {
                 const part u = p_weights<F, 1>(row[n] + g * group_bytes(F), p);
                 for (int m = 0; m < M; ++m) acc[m][n] = p_fma(u, v[m], acc[m][n]);
