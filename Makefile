@@ -31,7 +31,7 @@ test-device: $(VENV)/.test  ## run the GPU's kernels and models on the emulator;
 	K3_TEST_DEVICE=$(or $(DEVICE),emulator) $(RUN) -m pytest tests/test_stage.py -k "smallest or aborted or handed_over" $(TESTS)
 	$(if $(filter gpu,$(DEVICE)),,K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_cuda_check.py $(TESTS))
 	$(if $(filter gpu,$(DEVICE)),,K3_TEST_DEVICE=emulator-check $(RUN) -m pytest tests/test_gpu_streaming.py \
-	    -k "schedule or (micro and (nothing or half or part))" $(TESTS))
+	    -k "schedule or (micro and $(if $(K3_SOAK),(nothing or half or part),half))" $(TESTS))
 
 test-mpi: $(VENV)/.mpi  ## run pipelines of 1 to 4 processes over MPI, and tests of sessions over stages
 	K3_TEST_MPI=require $(RUN) -m pytest tests/test_pipeline.py $(TESTS)

@@ -25,6 +25,7 @@ from k3session.errors import (
 from k3session.inputs import prompt_rows, token_id
 from k3session.memory import CHUNK_ROWS
 from k3session.session.core import SessionCore
+from k3session.trace import TracedTogether
 
 if TYPE_CHECKING:
     from k3session.model import Model
@@ -258,7 +259,13 @@ def _one_pass(
     ids = np.concatenate([p.ids[p.done : p.done + rows] for p, rows in chosen])
     embeddings = _embeddings(model, chosen, total)
     timelines = [p.session._timeline for p, _ in chosen]
-    logits = buffer[: len(chosen)]
+    decoder = model._open_decoder()
+    traces = {i: p.session._trace for i, (p, _) in enumerate(chosen) if p.session._trace is not None}
+    ends = np.cumsum(counts)
+    traced = TracedTogether(decoder.weights, traces, ends, buffer.shape[1]) if traces else None
+    taps, every = (None, None) if traced is None else (traced.taps, traced.every)
+    # Where a session's last row of logits is.
+    logits, last = (buffer[: len(chosen)], range(len(chosen))) if every is None else (every, ends - 1)
     positions = [int(t.position) for t in timelines]
     # A session's row is where the pass writes it, from before the commit until it is copied to the session's own.
     own: list[tuple[SessionCore, int, npt.NDArray[np.float32]]] = []
@@ -268,18 +275,21 @@ def _one_pass(
             session = part.session
             spare = 1 if session._rows_at[0] == positions[i] else 0
             own.append((session, spare, session._rows[spare]))
-            session._own_row(spare, logits[i : i + 1])
+            session._own_row(spare, logits[last[i] : last[i] + 1])
             session._rows_at[spare] = positions[i] + rows
-        bad = model._open_decoder().forward(scratch, timelines, counts, ids, embeddings, logits)
+        bad = decoder.forward(scratch, timelines, counts, ids, embeddings, logits, every is not None, taps)
     finally:
         for i, (session, spare, row) in enumerate(own):
-            row[0] = logits[i]
+            row[0] = logits[last[i]]
             session._own_row(spare, row)
     seconds = time.perf_counter() - began
     with model._lock:
         model._past.passes[total] += 1
     for i, (part, rows) in enumerate(chosen):
         session = part.session
+        if traced is not None:
+            of_it = part.ids[part.done : part.done + rows]
+            traced.took(i, positions[i], of_it, session._timeline, None if bad is None else bad[i])
         if bad is not None and bad[i] is not None:
             session._failure = NonFiniteError(
                 f"{bad[i]} gave a value that is not finite, in the pass of {session.name} that began at position "
@@ -299,7 +309,7 @@ def _one_pass(
         if part.done == part.ids.size:
             if part.ids.size > 1 and session._policy.prefill:
                 session._keep_point("prefill")
-            part.result = logits[i].copy()
+            part.result = logits[last[i]].copy()
 
 
 def _embeddings(model: Model, chosen: list[tuple[_Part, int]], total: int) -> npt.NDArray[np.float32] | None:

@@ -22,7 +22,7 @@ from k3session._core.decoder import SITES, Taps
 from k3session.errors import ConfigError, K3Error
 from k3session.safetensors_io import read_header
 
-__all__ = ["ORDER", "Trace", "TracedPass"]
+__all__ = ["ORDER", "Trace", "TracedPass", "TracedTogether"]
 
 #: Every name that a trace can have, in the order in which a layer computes them: the embedding first, then what
 #: each layer has, then what comes after the last layer.
@@ -238,7 +238,7 @@ class Trace:
         self,
         position: int,
         tokens: npt.NDArray[np.int32],
-        taps: Taps | None,
+        taps: Taps | _Rows | None,
         every: npt.NDArray[np.float32] | None,
         timeline: Any,
         failure: str | None = None,
@@ -263,6 +263,57 @@ class Trace:
             if not committed:  # what the timeline holds is not what the pass made of it
                 arrays["state_norm"].fill(np.nan)
         self.passes.append(TracedPass(position, tokens.copy(), {n: arrays[n] for n in self.names}, failure))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One session's part of what the taps of a pass have taken."""
+
+    arrays: dict[str, npt.NDArray[Any]]
+
+
+class TracedTogether:
+    """What the traces of the sessions in a batch take of one pass, which has one set of taps for all of its rows.
+
+    Attributes
+    ----------
+    taps
+        What the pass fills; None where none of the decoder's own values are wanted.
+    every
+        float32[rows, vocab] for the logits of every row, where somebody wants them; else None.
+    """
+
+    def __init__(
+        self, weights: Any, traces: dict[int, Trace], ends: npt.NDArray[np.int64], vocab: int
+    ) -> None:
+        self._traces, self._ends = traces, ends
+        rows = int(ends[-1])
+        names = {n for t in traces.values() for n in t._taken}
+        self.taps = Taps(weights, rows, names) if names else None
+        self.every: npt.NDArray[np.float32] | None = None
+        if any("logits" in t.names for t in traces.values()):
+            self.every = np.empty((rows, vocab), np.float32)
+
+    def took(
+        self, number: int, position: int, tokens: npt.NDArray[np.int32], timeline: Any, failure: str | None
+    ) -> None:
+        """Give the trace of one session, if it has one, the session's rows of the pass."""
+        trace = self._traces.get(number)
+        if trace is None:
+            return
+        rows = slice(int(self._ends[number]) - tokens.size, int(self._ends[number]))
+        part = _Rows({})
+        taken = {} if self.taps is None else self.taps.arrays
+        for name in trace._taken:
+            array = taken[name]
+            if name in AFTER and self.every is None:  # the head has seen one row of each session
+                part.arrays[name] = np.full((tokens.size, *array.shape[1:]), np.nan, np.float32)
+                part.arrays[name][0] = array[number]
+            else:
+                part.arrays[name] = array[rows].copy()
+        trace.took(
+            position, tokens, part, None if self.every is None else self.every[rows], timeline, failure
+        )
 
 
 def _state_norms(timeline: Any, layers: tuple[int, ...]) -> npt.NDArray[np.float32]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,60 @@ def test_drafts_and_what_is_run_again_are_traced_too(model: k3.Model) -> None:
             session.set_tokens([1, 2, 3, 4])
         assert equal(edit["attn_out"], expected["attn_out"][4 - edit.tokens.size :])
         assert equal(session.logits, expected["logits"][-1, 0])
+
+
+@pytest.mark.parametrize("what", [ALL, tuple(n for n in ALL if n != "logits"), ("logits",), ("state_norm",)])
+def test_batches_are_traced_as_each_session_alone(model: k3.Model, what: tuple[str, ...]) -> None:
+    texts = [prompt(n, seed=n) for n in (1, 9, 30, 4)]
+
+    def run(together: bool) -> list[Trace]:
+        with contextlib.ExitStack() as stack:
+            sessions = [stack.enter_context(model.session()) for _ in texts]
+            # The last one is not traced, and the others not all for the same.
+            traces = [
+                stack.enter_context(s.trace(what=w))
+                for s, w in zip(sessions, (what, "attn_out", what), strict=False)
+            ]
+            for token in (None, 5, 6):
+                pairs = [
+                    (s, text if token is None else [token + i])
+                    for i, (s, text) in enumerate(zip(sessions, texts, strict=True))
+                ]
+                if together:
+                    model.forward(pairs)
+                else:
+                    for pair in pairs:
+                        model.forward([pair])
+            return traces
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert a.names == b.names and a.positions.tolist() == b.positions.tolist()
+        assert a.tokens.tolist() == b.tokens.tolist() and len(a) == len(b) == 3
+        for name in a.names:
+            assert equal(a[name], b[name]), name
+    # and a batch of one is what the session does by itself
+    with model.session() as s, s.trace(what=what) as alone:
+        s.prefill(texts[2])
+        s.prefill([7])
+        s.prefill([8])
+    for name in alone.names:
+        together = np.concatenate([p.arrays[name] for p in b.passes])
+        assert equal(alone[name], together), name
+
+
+def test_a_session_that_fails_in_a_batch_is_traced(model: k3.Model) -> None:
+    with model.session() as a, model.session() as b:
+        b.prefill(prompt(3))
+        snap = b.snapshot()
+        state = snap.layers[0].state
+        assert state is not None
+        state[:] = np.inf
+        b.restore(snap)
+        with a.trace() as good, b.trace() as failed, pytest.raises(k3.BatchError):
+            model.step([(a, 1), (b, 1)])
+        assert [p.failure for p in good] == [None] and np.isfinite(good["attn_out"]).all()
+        assert [p.failure for p in failed] == ["model.layers.0.self_attn"]
+        assert np.isfinite(failed.at("attn_x", 0)).all() and not np.isfinite(failed.at("kda_o", 0)).all()
 
 
 def test_embeddings_have_no_ids(model: k3.Model) -> None:

@@ -184,8 +184,8 @@ class Inspection(Drafts):
         """Collect the inner values of the session's passes inside a ``with`` block.
 
         A pass gives the same bits, traced or not.  Recorded are the passes of `step`, `prefill`, `prefill_scored`,
-        `generate`, `score` and `verify`, and those that `rewind` and `set_tokens` run again, one row for each token;
-        not the passes of `Model.step` and `Model.forward`, which belong to several sessions.
+        `generate`, `score` and `verify`, those that `rewind` and `set_tokens` run again, one row for each token, and of
+        the passes of `Model.step` and `Model.forward` the rows that are this session's.
 
         Parameters
         ----------
