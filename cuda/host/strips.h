@@ -12,10 +12,11 @@ namespace K3_NS {
 // Weights that a tile can take as they are.
 template <int DT> constexpr bool is_plain() { return DT == K3_BF16 || DT == K3_F32; }
 
-// Groups of columns at a time, so that a strip stays in the first-level cache, and rows of inputs, so that the sums do.
+// Groups of columns at a time, so that a strip stays in the first-level cache, and rows of inputs, so that the sums do, and the
+// inputs in the second: whole tiles of them.
 // BF16 and F32 are met where they lie, but for a last group that is not whole; other weights are unpacked before, once for all
 // rows of inputs.  PACKED: inputs are BF16, and so the weights are.
-enum { ROWS = 64 };
+enum { ROWS = 36 };
 template <int DT, bool PACKED>
 static void dot_strips_of(const k3_matrix* w, int64_t r0, int64_t r1, const float* const* x, float* const* y, int64_t rows) {
     constexpr bool plain = is_plain<DT>();
