@@ -71,9 +71,11 @@ bench: $(VENV)/.test  ## run the benchmarks; writes benches/results/bench.csv, a
 bench-peers: $(VENV)/.test  ## measure k3session beside the runtimes that `make peers` installs; OPTIONS=--quick
 	$(RUN) benches/peers $(OPTIONS)
 
-# llama.cpp is compiled for this processor, which takes long; what cannot be installed is left out of the comparison.
+# llama.cpp is compiled for this processor, which takes long; what cannot be installed is left out of the comparison.  Its own
+# use of Intel's matrix unit ends the process with this model in Q8_0, so it is compiled without.
+NO_AMX := $(if $(shell grep -m1 -o amx_int8 /proc/cpuinfo),-mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 peers: $(VENV)/.test  ## install the runtimes that bench-peers compares with, as far as that is possible here
-	-CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(PIP) install llama-cpp-python==0.3.36 --no-binary llama-cpp-python
+	-CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF '-DCMAKE_C_FLAGS=$(NO_AMX)' '-DCMAKE_CXX_FLAGS=$(NO_AMX)'" $(PIP) install llama-cpp-python==0.3.36 --no-binary llama-cpp-python
 	-$(PIP) install gguf matplotlib
 	-$(PIP) install 'mlx[cpu]' mlx-lm
 

@@ -61,7 +61,10 @@ if platform.machine() in ("x86_64", "AMD64"):
     ISAS["avx2"] = ["-mavx2", "-mfma", "-DK3_ISA_AVX2"]
     ISAS["avx512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-DK3_ISA_AVX512"]
 # The op sources that use more of an instruction set than it always has.
-MORE = {("dot_packed.cpp", "avx512"): ["-mavx512bf16"]}
+MORE = {
+    ("dot_amx.cpp", "avx512"): ["-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    ("dot_packed.cpp", "avx512"): ["-mavx512bf16"],
+}
 # What a module is compiled again for, besides its own file and the headers of cuda/.
 DEPENDS = {
     "ops": ["build/generated/k3_build.h"],

@@ -65,7 +65,8 @@ def _work(c: K3Config, rows: int) -> int:
     H, L = c.num_attention_heads, c.kv_lora_rank
     inputs = (c.hidden_size, c.kda_dim, c.q_lora_rank, c.mla_dim, c.intermediate_size, c.shared_intermediate_size,
               c.routed_expert_hidden_size)  # fmt: skip
-    prepared = rows * max(2 * _up(max(inputs), 32), H * _up(L, 32))
-    hidden = rows * c.num_experts_per_token * _up(c.moe_intermediate_size, 32)
-    lists = 2 * (2 * (c.num_experts + 1) + 2 * rows * c.num_experts_per_token)
+    least = max(rows, 8)
+    prepared = least * max(2 * _up(max(inputs), 32), H * _up(L, 32))
+    hidden = least * c.num_experts_per_token * _up(c.moe_intermediate_size, 32)
+    lists = 2 * (3 * (c.num_experts + 1) + 2 * rows * c.num_experts_per_token)
     return prepared + max(hidden, H * _PIECES * (L + 2)) + lists

@@ -28,12 +28,12 @@ from k3session.errors import ClosedError, ConfigError, SessionBusyError
 from k3session.fingerprint import Fingerprint
 from k3session.marks import Marks
 from k3session.memory import CHUNK_ROWS, memory_estimate
-from k3session.placement import Wanted
+from k3session.placement import Wanted, precision_label
 from k3session.progress import Progress, ProgressArgument
 from k3session.sampling import Sampling, read_generation_config
 from k3session.session import Session
 from k3session.stats import Counts, Stats, collect
-from k3session.streaming import chunk_rows
+from k3session.streaming import MOST_ROWS, chunk_rows
 from k3session.text import Tokenizer
 
 __all__ = ["DEFAULT_MODEL", "Model"]
@@ -103,9 +103,12 @@ class Model:
         self.device = str(self._engine.placement)
         self.placement = self._engine.placement.to_dict()
         self.placement_label = self._engine.placement.label
-        for plan in (self._engine.plan, self._engine.gpu_plan):
-            if plan is not None and not plan.mapped:
+        plans = [p for p in (self._engine.plan, self._engine.gpu_plan) if p is not None]
+        for plan in plans:
+            if not plan.mapped:
                 self.chunk_rows = chunk_rows(self.config, plan.budget)
+        if not plans and precision_label(wanted.prefill_precision, isa) == "bf16amx":
+            self.chunk_rows = MOST_ROWS  # to unpack weights takes longer than to multiply with them
         self.prefill_precision = wanted.prefill_precision
         self.weights = wanted.weights
 
@@ -174,8 +177,9 @@ class Model:
             kv_b_proj stay as stored, and for "q8" the router.
         prefill_precision
             "exact": a prefill gives the bits of single steps.  The others are for passes of one session with more
-            than 8 rows.  "bf16", on the CPU: what BF16 matrices multiply is rounded to BF16, as the published code does
-            with all activations; faster on processors that multiply such numbers (AVX-512 BF16), and elsewhere not.
+            than 8 rows.  "bf16", on the CPU: what BF16 and MXFP4 matrices multiply is rounded to BF16, as the published
+            code does with all activations; several times as fast on processors with a matrix unit for such numbers
+            (AMX), faster on some that multiply them in vectors (AVX-512 BF16), and elsewhere not.
             "bf16x2": on a GPU they use the tensor cores, with each activation as the sum of two BF16 numbers, within
             1e-4 of the largest logit.
         memory

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from k3session import env
-from k3session._core.ops import multiplies_bf16
+from k3session._core.ops import roundings
 from k3session.errors import ConfigError
 
 __all__ = [
@@ -116,8 +116,8 @@ class Wanted:
 
 
 def precision_label(prefill_precision: str, isa: str) -> str:
-    """What snapshots record of it: "bf16dp" where the processor multiplies BF16 numbers, in another order."""
-    return "bf16dp" if prefill_precision == "bf16" and multiplies_bf16(isa) else prefill_precision
+    """What snapshots record of it: "bf16dp" or "bf16amx" where the processor multiplies BF16 numbers."""
+    return roundings(isa)[-1] if prefill_precision == "bf16" else prefill_precision
 
 
 def suggestion(sizes: dict[str, int], room: int, parts: frozenset[str]) -> str:

@@ -18,7 +18,7 @@ from k3session.config import K3Config
 from k3session.memory import CHUNK_ROWS, memory_estimate
 from k3session.placement import Placement
 
-__all__ = ["CONTEXT", "chunk_rows", "locate", "open_streamer", "session_bytes"]
+__all__ = ["CONTEXT", "MOST_ROWS", "chunk_rows", "locate", "open_streamer", "session_bytes"]
 
 log = logging.getLogger("k3session")
 #: Tokens of context that a budget has room for in its one session.

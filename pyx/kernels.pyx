@@ -41,7 +41,7 @@ from k3session._core.ops cimport (
 )
 
 from k3session._core.arguments import describe
-from k3session._core.ops import best_isa, multiplies_bf16
+from k3session._core.ops import ROUNDINGS, best_isa, roundings
 from k3session.errors import ConfigError, K3Error
 
 DIMS = {
@@ -70,8 +70,9 @@ cdef class Kernels:
         The most rows in a call; with the dimensions it fixes the size of the work buffers, as for a model.
     poisoned : bool
         Fill the work buffers with NaN before each call.
-    rounded : bool
-        What BF16 matrices multiply in `linear` and `gate_up` is rounded to BF16, on the host.
+    rounding : str
+        "exact", or one of `ops.roundings(isa)`: what BF16 and MXFP4 matrices multiply in `linear`, `gate_up` and `experts` is
+        rounded to BF16, on the host.
     **dims
         Names of `DIMS`, which are those of ``k3_dims`` in cuda/ops.h, and their values.
 
@@ -94,7 +95,7 @@ cdef class Kernels:
     cdef object frequencies             # float64[rope / 2]
     cdef bint holding                   # of the thread pool
 
-    def __cinit__(self, isa=None, int threads=1, int64_t rows=64, bint poisoned=False, bint rounded=False, **dims):
+    def __cinit__(self, isa=None, int threads=1, int64_t rows=64, bint poisoned=False, str rounding="exact", **dims):
         unknown = set(dims) - set(DIMS)
         if unknown:
             raise TypeError(f"unknown dimensions {sorted(unknown)}: expected some of {list(DIMS)}")
@@ -118,7 +119,9 @@ cdef class Kernels:
         op_table(self.isa, &self.table)
         self.table.ctx = &self.cpu
         self.cpu.threads = threads
-        self.cpu.inputs = 0 if not rounded else 2 if multiplies_bf16(self.isa) else 1
+        if rounding != "exact" and rounding not in roundings(self.isa):
+            raise ConfigError(f"rounding: expected exact or one of {roundings(self.isa)}; found {rounding!r}")
+        self.cpu.inputs = 0 if rounding == "exact" else 1 + ROUNDINGS.index(rounding)
         buffer_sizes(&self.d, rows, &self.cpu.x_floats, &self.cpu.work_floats, &self.cpu.list_items)
         self.cpu.x = <float*>aligned(self.cpu.x_floats * 4)
         self.cpu.work = <float*>aligned(self.cpu.work_floats * 4)

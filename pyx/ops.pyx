@@ -37,6 +37,8 @@ cdef enum:
     ROUNDED_FROM = 8                    # passes with more rows may round, as on a GPU
 
 ISAS = ("base", "avx2", "avx512")
+# To BF16 as float32, in the order of an exact prefill; or multiplied as BF16 by vectors, or by the matrix unit.
+ROUNDINGS = ("bf16", "bf16dp", "bf16amx")
 BUILD = K3_BUILD.decode()               # digest of the sources and flags of the compiled core
 
 
@@ -108,9 +110,9 @@ def best_isa() -> str:
     return ISAS[k3_cpu_best_isa()]
 
 
-def multiplies_bf16(isa: str) -> bool:
-    """Whether that instruction set, on this processor, multiplies pairs of BF16 numbers."""
-    return k3_cpu_rounded(ISAS.index(isa)) == 2
+def roundings(isa: str) -> tuple[str, ...]:
+    """How that instruction set can round a prefill here: the first of `ROUNDINGS`, of which a model takes the last."""
+    return ROUNDINGS[: k3_cpu_rounded(ISAS.index(isa))]
 
 
 def hold_pool() -> None:

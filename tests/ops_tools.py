@@ -118,6 +118,43 @@ def situ_product(
     return h, 1.2 * dg * np.abs(u) + du * np.abs(g) + dg * du + 1e-6 * np.abs(h)
 
 
+class Layer:
+    """The routed experts of one layer, with exact values beside them."""
+
+    def __init__(self, rng: np.random.Generator, kind: str, E: int, T: int, latent: int, inner: int) -> None:
+        scale = 0.5 * latent**-0.5
+        self.w1 = [weight(rng, kind, inner, latent, scale) for _ in range(E)]
+        self.w2 = [weight(rng, kind, latent, inner, scale) for _ in range(E)]
+        self.w3 = [weight(rng, kind, inner, latent, scale) for _ in range(E)]
+        self.dims = {
+            "num_experts": E,
+            "num_experts_per_token": T,
+            "routed_expert_hidden_size": latent,
+            "moe_intermediate_size": inner,
+        }
+
+    def run(self, k: Kernels, z: Array, ids: Array, weights: Array) -> Array:
+        return k.experts(z, ids, weights, *([w.matrix for w in side] for side in (self.w1, self.w2, self.w3)))
+
+    def expected(self, z: Array, ids: Array, weights: Array, hidden: float = 0.0) -> tuple[Array, Array]:
+        """The sum in float64, and the largest error of float32, beside a relative one of each hidden value."""
+        u, bound = np.zeros(z.shape), np.zeros(z.shape)
+        for r in range(len(z)):
+            for e, w in zip(ids[r], weights[r].astype(np.float64), strict=True):
+                h, dh = situ_product(z[r], self.w1[e].values, self.w3[e].values)
+                y, dy = product(h, self.w2[e].values)
+                u[r] += w * y
+                bound[r] += w * (
+                    dy + np.abs(self.w2[e].values) @ (dh + hidden * np.abs(h)) + 1e-6 * np.abs(y)
+                )
+        return u, bound + 1e-6 * np.abs(u)
+
+
+def choices(rng: np.random.Generator, rows: int, E: int, T: int) -> tuple[Array, Array]:
+    ids = np.stack([np.sort(rng.permutation(E)[:T]) for _ in range(rows)]).astype(np.int32)
+    return ids, rng.uniform(0.1, 1, (rows, T)).astype(np.float32)
+
+
 def within(found: Array, expected: Array, bound: Array | float) -> None:
     """Every element within its bound; NaN is never within."""
     assert found.shape == expected.shape, f"shape {found.shape}, expected {expected.shape}"

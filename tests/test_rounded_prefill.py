@@ -4,18 +4,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product as product_of
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from golden_data import GOLDEN, relative
-from ops_tools import Array, bf16_values, every_build, make, normal, product, same_bits, situ, weight, within
+from ops_tools import (
+    Array,
+    Layer,
+    bf16_values,
+    choices,
+    every_build,
+    make,
+    normal,
+    product,
+    same_bits,
+    situ,
+    weight,
+    within,
+)
 from session_tools import prompt, step_all
 from streaming_tools import opened
 
 import k3session as k3
-from k3session._core.ops import multiplies_bf16
+from k3session._core.ops import ROUNDINGS, roundings
 from k3session.placement import precision_label
 
 ROWS = (1, 2, 3, 4, 5, 33, 70)
@@ -34,8 +48,8 @@ def test_products_are_those_of_rounded_inputs(isa: str, threads: int) -> None:
     if isa == "cuda":
         pytest.skip("an option of the CPU")
     rng = np.random.default_rng(5)
-    for columns in (1, 31, 33, 64, 200, 2080):
-        k = make(isa, threads, rows=max(ROWS), hidden_size=columns, rounded=True)
+    for columns, rounding in product_of((1, 31, 33, 64, 200, 2080), roundings(isa)):
+        k = make(isa, threads, rows=max(ROWS), hidden_size=columns, rounding=rounding)
         exact = make(isa, threads, rows=max(ROWS), hidden_size=columns)
         x = normal(rng, max(ROWS), columns)
         w, plain = weight(rng, "bf16", 66, columns), weight(rng, "f32", 9, columns)
@@ -44,7 +58,7 @@ def test_products_are_those_of_rounded_inputs(isa: str, threads: int) -> None:
         same_bits(z, exact.linear(x, plain.matrix)[0])
         for rows in ROWS:
             same_bits(k.linear(x[:rows], w.matrix)[0], y[:rows])
-        if not multiplies_bf16(isa):
+        if rounding == "bf16":
             same_bits(y, exact.linear(rounded(x), w.matrix)[0])
 
 
@@ -54,8 +68,8 @@ def test_gate_and_up_are_rounded_each_as_it_is_stored(isa: str, threads: int) ->
         pytest.skip("an option of the CPU")
     rng = np.random.default_rng(6)
     x = normal(rng, 9, 96)
-    k = make(isa, threads, rows=9, hidden_size=96, intermediate_size=70, rounded=True)
-    for kinds in (("bf16", "bf16"), ("bf16", "f32"), ("f32", "bf16")):
+    for rounding, kinds in product_of(roundings(isa), (("bf16", "bf16"), ("bf16", "f32"), ("f32", "bf16"))):
+        k = make(isa, threads, rows=9, hidden_size=96, intermediate_size=70, rounding=rounding)
         gate, up = (weight(rng, kind, 70, 96, 0.1) for kind in kinds)
         xs = [rounded(x) if kind == "bf16" else x for kind in kinds]
         (g, dg), (u, du) = product(xs[0], gate.values), product(xs[1], up.values)
@@ -66,6 +80,36 @@ def test_gate_and_up_are_rounded_each_as_it_is_stored(isa: str, threads: int) ->
             h,
             1.2 * dg * np.abs(u) + du * np.abs(g) + dg * du + 1e-6 * np.abs(h),
         )
+
+
+@every_build
+@pytest.mark.parametrize(
+    ("kind", "E", "T"), [("mxfp4", 5, 3), ("mxfp4", 40, 8), ("bf16", 7, 2), ("f32", 7, 2)]
+)
+def test_experts_round_their_inputs_and_their_hidden_values(
+    isa: str, threads: int, kind: str, E: int, T: int
+) -> None:
+    """Of 40 experts few rows each: their blocks have not all room at a time."""
+    if isa == "cuda":
+        pytest.skip("an option of the CPU")
+    rng = np.random.default_rng(7)
+    layer = Layer(rng, kind, E, T, 96, 160)
+    z, (ids, weights) = normal(rng, 70, 96), choices(rng, 70, E, T)
+    exact = layer.run(make(isa, threads, rows=70, **layer.dims), z, ids, weights)
+    for rounding in roundings(isa):
+        k = make(isa, threads, rows=70, rounding=rounding, **layer.dims)
+        u = layer.run(k, z, ids, weights)
+        if kind == "f32":
+            same_bits(u, exact)
+            continue
+        want, bound = layer.expected(rounded(z[:9]), ids[:9], weights[:9], hidden=2.0**-9)
+        unrounded = layer.expected(z[:9], ids[:9], weights[:9])[0]
+        assert np.all(np.abs(u[:9] - want) <= bound)
+        assert np.mean(np.abs(u[:9] - want)) < np.mean(np.abs(u[:9] - unrounded))
+        for rows in (1, 2, 17, 33):
+            same_bits(layer.run(k, *(np.ascontiguousarray(a[-rows:]) for a in (z, ids, weights))), u[-rows:])
+        sides = [[w.matrix for w in side] for side in (layer.w1, layer.w2, layer.w3)]
+        same_bits(k.experts(z, ids, weights, *sides, cuts=(1, E // 2)), u)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +181,8 @@ def test_what_a_snapshot_calls_it() -> None:
     for isa in ("base", "avx2"):
         assert precision_label("bf16", isa) == "bf16"
     assert precision_label("exact", "avx512") == "exact"
-    assert precision_label("bf16", "avx512") == ("bf16dp" if multiplies_bf16("avx512") else "bf16")
+    assert precision_label("bf16", "avx512") == roundings("avx512")[-1]
+    assert set(roundings("avx512")) <= set(ROUNDINGS)
 
 
 def test_refused_beside_a_gpu(nano: Path) -> None:

@@ -71,5 +71,22 @@ template <int DT> K3_INLINE void load_any(Row& r, v_table table, int64_t group, 
     }
 }
 
+#if defined(K3_ISA_AVX512)
+// The same as 32 BF16 numbers in the order of the columns, of weights that are such numbers.
+template <int DT> K3_INLINE __m512i load_words(Row& r, v_table table, int64_t group, int64_t n) {
+    static_assert(DT == K3_BF16 || DT == K3_COMPACT || DT == K3_MXFP4, "F32 and Q8 would be rounded");
+    if (DT == K3_BF16 && n < 32) {
+        uint16_t t[32] = {0};
+        memcpy(t, r.data + group * 64, (size_t)n * 2);
+        return _mm512_loadu_si512(t);
+    }
+    if (DT == K3_BF16) return _mm512_loadu_si512(r.data + group * 64);
+    if (DT == K3_MXFP4) return v_mxfp4_words(r.data + group * 16, r.scale[group]);
+    if (r.next != r.end && r.next->group == group) return _mm512_loadu_si512(r.next++->w);
+    if (group % 2 == 0) return v_compact_words(r.data + group / 2 * 96, 0, table);
+    return v_compact_words(r.data + group / 2 * 96, 1, table);
+}
+#endif
+
 }  // namespace K3_NS
 #endif

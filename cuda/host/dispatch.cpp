@@ -5,6 +5,9 @@
 #include "host.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #include <xmmintrin.h>
 #endif
 
@@ -43,9 +46,21 @@ extern "C" int k3_cpu_best_isa(void) {
     return 0;
 }
 
+#if defined(__x86_64__)
+// The matrix unit's registers are large, so a process has to ask for them, once and for all threads; a kernel or a virtual
+// machine that does not know them refuses.
+static bool has_amx() {
+    enum { REQUEST = 0x1023, TILE_DATA = 18, AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16) || !(d & AMX_TILE)) return false;
+    static const bool granted = syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    return granted;
+}
+#endif
+
 extern "C" int k3_cpu_rounded(int isa) {
 #if defined(__x86_64__)
-    if (isa == 2 && __builtin_cpu_supports("avx512bf16")) return 2;
+    if (isa == 2 && __builtin_cpu_supports("avx512bf16")) return has_amx() ? 3 : 2;
 #endif
     (void)isa;
     return 1;
@@ -76,9 +91,10 @@ extern "C" void k3_cpu_sizes(const k3_dims* d, int64_t rows, int64_t* x_floats, 
     for (int64_t n : inputs) widest = n > widest ? n : widest;
     widest = (widest + 31) / 32 * 32;
     const int64_t heads = d->num_attention_heads * ((d->kv_lora_rank + 31) / 32 * 32);
-    *x_floats = rows * (2 * widest > heads ? 2 * widest : heads);
-    const int64_t hidden = rows * d->num_experts_per_token * ((d->moe_intermediate_size + 31) / 32 * 32);
+    const int64_t least = rows > 8 ? rows : 8;               // what a block of 16 rows of BF16 takes
+    *x_floats = least * (2 * widest > heads ? 2 * widest : heads);
+    const int64_t hidden = least * d->num_experts_per_token * ((d->moe_intermediate_size + 31) / 32 * 32);
     const int64_t partial = d->num_attention_heads * K3_MAX_PIECES * (d->kv_lora_rank + 2);
     *work_floats = hidden > partial ? hidden : partial;
-    *list_items = 2 * (d->num_experts + 1) + 2 * rows * d->num_experts_per_token;
+    *list_items = 3 * (d->num_experts + 1) + 2 * rows * d->num_experts_per_token;
 }

@@ -30,8 +30,8 @@ void k3_cpu_sizes(const k3_dims* dims, int64_t rows, int64_t* x_floats, int64_t*
 int k3_cpu_ops(int isa, k3_ops* table);
 // The best instruction set that this processor has and this build carries.
 int k3_cpu_best_isa(void);
-// How passes round the inputs of BF16 matrices that are told to (Inputs in dot.h): 1 to BF16 numbers as float32, 2 to BF16 where
-// this instruction set multiplies those.
+// How passes that are told to round what BF16 and MXFP4 matrices multiply (Inputs in dot.h): 1 to BF16 numbers as float32; where
+// this processor multiplies BF16 numbers, 2 with its vectors, 3 with its matrix unit.
 int k3_cpu_rounded(int isa);
 // Rounding to nearest and subnormals kept, whatever another library has set in this thread; leave restores it.
 unsigned int k3_float_mode_enter(void);

@@ -9,7 +9,7 @@ namespace K3_NS {
 
 namespace {
 
-enum { K3_JOBS = 16, K3_TILE_ROWS = 64 };
+enum { K3_JOBS = 16, K3_TILE_ROWS = 128 };
 
 struct Run {
     const k3_linear_job* jobs;
@@ -26,7 +26,7 @@ void piece(void* arg, int64_t i) {
     while (run->first[j + 1] <= i) ++j;
     const k3_linear_job* job = run->jobs + j;
     const int64_t r0 = (i - run->first[j]) * run->step[j], r1 = min64(r0 + run->step[j], job->w->rows);
-    const int64_t ldx = padded(job->w->cols);
+    const int64_t ldx = input_pitch(job->w->cols, run->how[j]);
     for (int64_t m0 = 0; m0 < run->rows; m0 += K3_TILE_ROWS) {
         const int64_t n = min64(K3_TILE_ROWS, run->rows - m0);
         const float* x[K3_TILE_ROWS];
@@ -49,7 +49,7 @@ int linear(void* ctx, const k3_linear_job* jobs, int64_t n_jobs, int64_t rows) {
     run.n_jobs = n_jobs;
     run.rows = rows;
     run.first[0] = 0;
-    float* free = cpu->x;
+    float* free = cpu->x;             // beyond what is prepared
     int64_t bytes = 0;
     for (int64_t j = 0; j < n_jobs; ++j) {
         const k3_matrix* w = jobs[j].w;
@@ -61,11 +61,11 @@ int linear(void* ctx, const k3_linear_job* jobs, int64_t n_jobs, int64_t rows) {
         if (same < j) {
             run.x[j] = run.x[same];
         } else {
-            const int64_t ld = padded(w->cols);
-            if (free + rows * ld > cpu->x + cpu->x_floats) return 1;
+            const int64_t floats = input_floats(rows, w->cols, run.how[j]);
+            if (free + floats > cpu->x + cpu->x_floats) return 1;
             run.x[j] = free;
-            for (int64_t r = 0; r < rows; ++r, free += ld)
-                prepare_row(jobs[j].x + r * jobs[j].ldx, w->cols, w->dtype, free, run.how[j]);
+            prepare_rows(jobs[j].x, jobs[j].ldx, rows, w->cols, w->dtype, free, run.how[j]);
+            free += floats;
         }
         bytes += w->rows * row_bytes(w);
     }
@@ -73,7 +73,8 @@ int linear(void* ctx, const k3_linear_job* jobs, int64_t n_jobs, int64_t rows) {
     const bool small = bytes * rows < 2 * K3_PIECE_BYTES;
     for (int64_t j = 0; j < n_jobs; ++j) {
         const k3_matrix* w = jobs[j].w;
-        run.step[j] = small ? max64(1, w->rows) : rows_per_piece(row_bytes(w), rows > 16 ? 4 : 1);
+        const int64_t rows_a_piece = rows_per_piece(row_bytes(w), rows > 16 && run.how[j] != INPUTS_BLOCKS ? 4 : 1);
+        run.step[j] = small ? max64(1, w->rows) : run.how[j] == INPUTS_BLOCKS ? round_up(rows_a_piece, 2 * BLOCK) : rows_a_piece;
         run.first[j + 1] = run.first[j] + (w->rows + run.step[j] - 1) / run.step[j];
     }
     if (small)

@@ -30,7 +30,7 @@ void piece(void* arg, int64_t h) {
         float* y[TILE];
         for (int64_t m = 0; m < count; ++m) {
             const int64_t at = (m0 + m) * H + h;
-            prepare_row(run->oa + at * L, L, run->kv_b->dtype, run->x + at * ld);
+            prepare_row(run->oa + at * L, L, run->kv_b->dtype, run->x + at * ld, INPUTS_EXACT);
             x[m] = run->x + at * ld;
             y[m] = run->o + at * V;
         }

@@ -75,6 +75,20 @@ struct e8m0_table {
 static constexpr e8m0_table k3_e8m0;
 K3_INLINE float e8m0_to_f32(uint8_t b) { return m_bits(k3_e8m0.bits[b]); }   // 2^(b - 127)
 
+// The BF16 number that a code of MXFP4 is with this scale.  Code 8, minus zero, is read as zero everywhere, so that no instruction
+// set can differ in the sign of an underflow.
+K3_INLINE constexpr uint16_t mxfp4_word(int scale, int code) {
+    // Codes 1 to 7 are 1 or 1.5 (odd, from 3 on) times 2^-1, 2^0, 2^0, 2^1, 2^1, 2^2, 2^2.
+    const int magnitude = code & 7, half = magnitude > 1 ? magnitude & 1 : 0;
+    const int exponent = scale + (magnitude >> 1) - 1;  // biased, as scale is
+    const int word = scale == 255      ? 0x7fc0
+                     : magnitude == 0  ? 0
+                     : exponent >= 255 ? 0x7f80
+                     : exponent > 0    ? exponent << 7 | half << 6
+                                       : (128 + 64 * half) >> (1 - exponent);  // a subnormal, exactly
+    return (uint16_t)(code > 8 ? word | 0x8000 : word);
+}
+
 // ---------------------------------------------------------------------------------------------
 // 16 lanes
 // ---------------------------------------------------------------------------------------------
@@ -102,7 +116,7 @@ K3_INLINE vf m_less(vf a, vf b, vf x, vf y) {
 K3_INLINE vf m_abs(vf a) {
     return vf::make(_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7fffffff))));
 }
-K3_INLINE vf m_sign(vf x, vf y) {                // bitwise select: sign bit from y, the rest from x
+K3_INLINE vf m_sign(vf x, vf y) {  // bitwise select: sign bit from y, the rest from x
     return vf::make(_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_set1_epi32((int)0x80000000u), _mm512_castps_si512(y.v),
                                                                   _mm512_castps_si512(x.v), 0xca)));
 }
@@ -113,9 +127,9 @@ K3_INLINE vf m_pow2(vf t) {
 K3_INLINE vf m_sqrt(vf a) { return vf::make(_mm512_sqrt_ps(a.v)); }
 K3_INLINE vf v_load(const float* p) { return vf::make(_mm512_loadu_ps(p)); }
 K3_INLINE void v_store(float* p, vf a) { _mm512_storeu_ps(p, a.v); }
-K3_INLINE void v_stream(float* p, vf a) { _mm512_stream_ps(p, a.v); }    // past the caches; p at a multiple of 64 bytes
-K3_INLINE void v_streamed() { _mm_sfence(); }                             // .. and in memory for every thread
-K3_INLINE vf v_load_n(const void* p, int64_t n) {        // the first n lanes, zero beyond; reads nothing beyond
+K3_INLINE void v_stream(float* p, vf a) { _mm512_stream_ps(p, a.v); }  // past the caches; p at a multiple of 64 bytes
+K3_INLINE void v_streamed() { _mm_sfence(); }  // .. and in memory for every thread
+K3_INLINE vf v_load_n(const void* p, int64_t n) {  // the first n lanes, zero beyond; reads nothing beyond
     return vf::make(_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1u), p));
 }
 K3_INLINE void v_store_n(float* p, vf a, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1u), a.v); }
@@ -134,7 +148,7 @@ K3_INLINE float v_fold4(__m128 a) {
     a = _mm_add_ss(a, _mm_shuffle_ps(a, a, 1));
     return _mm_cvtss_f32(a);
 }
-K3_INLINE float v_sum(vf a) {                            // (l, l + 8), (l, l + 4), (l, l + 2), (l, l + 1)
+K3_INLINE float v_sum(vf a) {  // (l, l + 8), (l, l + 4), (l, l + 2), (l, l + 1)
     const __m256 b = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
     return v_fold4(_mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1)));
 }
@@ -144,15 +158,29 @@ K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
     even.v = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
     odd.v = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
 }
-// 16 bytes of packed E2M1 at p, times the scale: columns 0, 2, .. 30 (low nibbles) and 1, 3, .. 31.  Code 8, minus zero,
-// is read as zero everywhere, so that no instruction set can differ in the sign of an underflow.
+// 16 bytes of packed E2M1 at p, times the scale: columns 0, 2, .. 30 (low nibbles) and 1, 3, .. 31.
 K3_INLINE void v_mxfp4_split(const void* p, uint8_t scale, vf& even, vf& odd) {
     const __m512 table = _mm512_mul_ps(
         _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, 0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f),
         _mm512_set1_ps(e8m0_to_f32(scale)));
     const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-    even.v = _mm512_permutexvar_ps(b, table);            // takes the low four bits of each index
+    even.v = _mm512_permutexvar_ps(b, table);  // takes the low four bits of each index
     odd.v = _mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), table);
+}
+// The same as BF16 numbers, in the order of the columns.
+struct mxfp4_words {
+    uint16_t word[256][16];  // by scale and code
+    constexpr mxfp4_words() : word() {
+        for (int scale = 0; scale < 256; ++scale)
+            for (int code = 0; code < 16; ++code) word[scale][code] = mxfp4_word(scale, code);
+    }
+};
+static constexpr mxfp4_words k3_mxfp4;
+K3_INLINE __m512i v_mxfp4_words(const void* p, uint8_t scale) {
+    const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    const __m512i code = _mm512_and_si512(_mm512_or_si512(b, _mm512_slli_epi32(b, 12)), _mm512_set1_epi32(0x000f000f));
+    const __m256i table = _mm256_loadu_si256((const __m256i*)k3_mxfp4.word[scale]);
+    return _mm512_permutexvar_epi16(code, _mm512_castsi256_si512(table));
 }
 // 32 compact weights (K3_COMPACT in cuda/ops.h): half 0 or 1 of a block of 96 bytes, with the table of high bytes.
 struct v_table {
@@ -163,13 +191,15 @@ K3_INLINE v_table v_load_table(const void* p) {
     t.bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
     return t;
 }
-K3_INLINE void v_compact_split(const void* block, int half, v_table table, vf& even, vf& odd) {
+K3_INLINE __m512i v_compact_words(const void* block, int half, v_table table) {
     const __m256i low = _mm256_loadu_si256((const __m256i*)((const char*)block + 32 * half));
     const __m256i both = _mm256_loadu_si256((const __m256i*)((const char*)block + 64));
     const __m256i code = _mm256_and_si256(half ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
     const __m256i high = _mm256_shuffle_epi8(table.bytes, code);
-    const __m512i w =
-        _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi8(low, high)), _mm256_unpackhi_epi8(low, high), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi8(low, high)), _mm256_unpackhi_epi8(low, high), 1);
+}
+K3_INLINE void v_compact_split(const void* block, int half, v_table table, vf& even, vf& odd) {
+    const __m512i w = v_compact_words(block, half, table);
     even.v = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
     odd.v = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
 }
@@ -289,18 +319,8 @@ struct mxfp4_bytes {
     constexpr mxfp4_bytes() : low(), high() {
         for (int scale = 0; scale < 256; ++scale)
             for (int code = 0; code < 16; ++code) {
-                // Codes 1 to 7 are 1 or 1.5 (odd, from 3 on) times 2^-1, 2^0, 2^0, 2^1, 2^1, 2^2, 2^2; 8 is read as 0.
-                const int magnitude = code & 7, half = magnitude > 1 ? magnitude & 1 : 0;
-                const int exponent = scale + (magnitude >> 1) - 1;     // biased, as scale is
-                int word = 0;
-                if (scale == 255) word = 0x7fc0;
-                else if (magnitude == 0) word = 0;
-                else if (exponent >= 255) word = 0x7f80;
-                else if (exponent > 0) word = exponent << 7 | half << 6;
-                else word = (128 + 64 * half) >> (1 - exponent);       // a subnormal, exactly
-                if (code > 8) word |= 0x8000;
-                low[scale][code] = (uint8_t)(word & 255);
-                high[scale][code] = (uint8_t)(word >> 8);
+                low[scale][code] = (uint8_t)(mxfp4_word(scale, code) & 255);
+                high[scale][code] = (uint8_t)(mxfp4_word(scale, code) >> 8);
             }
     }
 };
@@ -500,7 +520,7 @@ K3_INLINE void v_bf16_split_n(const void* p, int64_t n, vf& even, vf& odd) {
     memcpy(t, p, (size_t)n * 2);
     v_bf16_split(t, even, odd);
 }
-K3_INLINE float v_max(vf a) {                            // the largest lane that is not a NaN; -inf when there is none
+K3_INLINE float v_max(vf a) {  // the largest lane that is not a NaN; -inf when there is none
     float t[16], m = m_bits(0xff800000u);
     v_store(t, a);
     for (int i = 0; i < 16; ++i) m = m < t[i] ? t[i] : m;

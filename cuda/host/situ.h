@@ -9,12 +9,12 @@
 
 namespace K3_NS {
 
-enum { K3_SITU_ROWS = 32, K3_SITU_TILE = 32 };     // hidden values, and rows of x, in one block
+enum { K3_SITU_ROWS = 32, K3_SITU_TILE = 64 };     // hidden values, and rows of x, in one block
 
 // h[m][0 .. n) = SiTU of hidden values r0 .. r0 + n of gate and up for the prepared inputs of `count` rows.
 static inline void situ_block(const k3_matrix* gate, const k3_matrix* up, int64_t r0, int64_t n, const float* const* xg,
                               const float* const* xu, float* const* h, int64_t count, float beta, float linear_beta,
-                              Inputs how_gate = INPUTS_EXACT, Inputs how_up = INPUTS_EXACT) {
+                              Inputs how_gate, Inputs how_up) {
     float g[K3_SITU_TILE][K3_SITU_ROWS] __attribute__((aligned(64)));
     float u[K3_SITU_TILE][K3_SITU_ROWS] __attribute__((aligned(64)));
     float *gp[K3_SITU_TILE], *upp[K3_SITU_TILE];

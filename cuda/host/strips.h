@@ -9,6 +9,19 @@
 
 namespace K3_NS {
 
+// Columns 32 * group and on of a row, n of them there, as a tile takes what is unpacked: widened, or as BF16.
+template <int DT, bool PACKED> K3_INLINE void unpack(float* to, Row& row, v_table table, int64_t group, int64_t n) {
+#if defined(K3_ISA_AVX512)
+    if constexpr (PACKED) {
+        _mm512_storeu_si512(to, load_words<DT>(row, table, group, n));
+        return;
+    }
+#endif
+    vf a, b;
+    load_any<DT>(row, table, group, n, a, b);
+    v_store_pair(to, a, b);
+}
+
 // Weights that a tile can take as they are.
 template <int DT> constexpr bool is_plain() { return DT == K3_BF16 || DT == K3_F32; }
 
@@ -33,17 +46,14 @@ static void dot_strips_of(const k3_matrix* w, int64_t r0, int64_t r1, const floa
         const int64_t n_rows = min64(STRIP, r1 - r);
         Row row[STRIP];
         for (int64_t n = 0; n < STRIP; ++n) row[n] = row_of<DT>(w, r + min64(n, n_rows - 1));   // the last one again
-        const auto begin = [&](int64_t group, int64_t count, bool unpack) {
+        const auto begin = [&](int64_t group, int64_t count, bool packed) {
             strip.groups = count;
             strip.fresh = group == 0;
             for (int n = 0; n < STRIP; ++n) strip.ahead[n] = row[0].data + (STRIP + n) * w->pitch + group * strip.step;
             for (int n = 0; n < STRIP; ++n) {
-                strip.row[n] = unpack ? (const char*)buffer[n] : row[n].data + group * strip.step;
-                for (int64_t g = group; unpack && g < group + count; ++g) {
-                    vf a, b;
-                    load_any<DT>(row[n], table, g, min64(32, w->cols - g * 32), a, b);
-                    store_unpacked<unpacked>(buffer[n] + (g - group) * width, a, b);
-                }
+                strip.row[n] = packed ? (const char*)buffer[n] : row[n].data + group * strip.step;
+                for (int64_t g = group; packed && g < group + count; ++g)
+                    unpack<DT, PACKED>(buffer[n] + (g - group) * width, row[n], table, g, min64(32, w->cols - g * 32));
             }
         };
         for (int64_t g = 0; g < groups; g += depth) {

@@ -88,22 +88,6 @@ static_assert(STRIP % PARTS == 0, "the parts of one tile ask for a whole strip")
 enum Form { FORM_BF16, FORM_F32, FORM_PAIRS, FORM_PACKED };
 K3_INLINE constexpr int64_t group_bytes(Form form) { return form == FORM_BF16 || form == FORM_PACKED ? 64 : 128; }
 
-// Unpacked weights as a tile takes them: widened, or as BF16 in the order of the columns (they are even and odd ones here).
-template <Form F> K3_INLINE void store_unpacked(float* p, vf a, vf b) {
-    if (F == FORM_PAIRS) {
-        v_store_pair(p, a, b);
-        return;
-    }
-    float even[16], odd[16];
-    uint16_t* words = (uint16_t*)p;
-    v_store(even, a);
-    v_store(odd, b);
-    for (int i = 0; i < 16; ++i) {
-        words[2 * i] = (uint16_t)(m_word(even[i]) >> 16);
-        words[2 * i + 1] = (uint16_t)(m_word(odd[i]) >> 16);
-    }
-}
-
 // Part p of the first or the second vector (columns.h) of a group.
 template <Form F, int SECOND> K3_INLINE part p_weights(const char* group, int p) {
     if (F == FORM_PAIRS) return p_load((const float*)group + (2 * p + SECOND) * LANES);

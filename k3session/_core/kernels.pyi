@@ -7,7 +7,9 @@ from numpy.typing import NDArray
 
 from k3session._core.arguments import Matrix
 from k3session._core.arguments import describe as describe
+from k3session._core.ops import ROUNDINGS as ROUNDINGS
 from k3session._core.ops import best_isa as best_isa
+from k3session._core.ops import roundings as roundings
 
 _F32 = NDArray[np.float32]
 _Counts = Sequence[int] | None
@@ -24,7 +26,7 @@ class Kernels:
         threads: int = 1,
         rows: int = 64,
         poisoned: bool = False,
-        rounded: bool = False,
+        rounding: str = "exact",
         **dims: float,
     ) -> Self: ...
     @property
