@@ -16,6 +16,12 @@ namespace K3_NS {
 namespace {
 
 enum { HEADS = 8 };                                  // heads that share one reading of a block
+// Latent rows, and columns by 16, that four heads meet at a time: with AVX-512 sums of one would wait for each other.
+#if defined(K3_ISA_AVX512)
+enum { TOGETHER = 4 };
+#else
+enum { TOGETHER = 1 };
+#endif
 
 struct Run {
     const k3_dims* dims;
@@ -44,36 +50,52 @@ template <int BF16> K3_INLINE vf latent_16(const char* row, int64_t i) {
     return v_load(t);
 }
 
-// Scores of up to N heads against one latent row.
-template <int BF16, int N> K3_INLINE void scores(const char* row, const float* const* q, int64_t stride, float scale, float* out,
-                                                 int64_t ldo) {
-    vf acc[N];
-    for (int h = 0; h < N; ++h) acc[h] = vf(0.0f);
+// Scores of N heads against T latent rows.
+template <int BF16, int N, int T> K3_INLINE void scores(const char* const* rows, const float* const* q, int64_t stride,
+                                                        float scale, float* out, int64_t ldo) {
+    vf acc[T][N];
+    for (int t = 0; t < T; ++t)
+        for (int h = 0; h < N; ++h) acc[t][h] = vf(0.0f);
     for (int64_t i = 0; i < stride; i += 16) {
-        const vf x = latent_16<BF16>(row, i);
-        for (int h = 0; h < N; ++h) acc[h] = m_fma(x, v_load(q[h] + i), acc[h]);
+        vf x[T];
+        for (int t = 0; t < T; ++t) x[t] = latent_16<BF16>(rows[t], i);
+        for (int h = 0; h < N; ++h) {
+            const vf y = v_load(q[h] + i);
+            for (int t = 0; t < T; ++t) acc[t][h] = m_fma(x[t], y, acc[t][h]);
+        }
     }
-    for (int h = 0; h < N; ++h) out[h * ldo] = v_sum(acc[h]) * scale;
+    for (int t = 0; t < T; ++t)
+        for (int h = 0; h < N; ++h) out[h * ldo + t] = v_sum(acc[t][h]) * scale;
 }
 
-// o <- o * fade + sum over the block of p * latent, for N heads and columns i .. i + 16 (n real).
-template <int BF16, int N>
+// o <- o * fade + sum over the block of p * latent, for N heads and C times 16 columns from i on (n real ones in each).
+template <int BF16, int N, int C>
 K3_INLINE void weigh(const char* const* rows, int64_t count, const float* p, const float* fade, float* const* o, int64_t i,
                      int64_t n) {
-    vf acc[N];
-    for (int h = 0; h < N; ++h) acc[h] = v_load_n(o[h] + i, n) * vf(fade[h]);
+    vf acc[C][N];
+    for (int c = 0; c < C; ++c)
+        for (int h = 0; h < N; ++h) acc[c][h] = v_load_n(o[h] + i + 16 * c, n) * vf(fade[h]);
     for (int64_t t = 0; t < count; ++t) {
-        const vf x = latent_16<BF16>(rows[t], i);
-        for (int h = 0; h < N; ++h) acc[h] = m_fma(vf(p[h * K3_BLOCK + t]), x, acc[h]);
+        vf x[C];
+        for (int c = 0; c < C; ++c) x[c] = latent_16<BF16>(rows[t], i + 16 * c);
+        for (int h = 0; h < N; ++h) {
+            const vf y = vf(p[h * K3_BLOCK + t]);
+            for (int c = 0; c < C; ++c) acc[c][h] = m_fma(y, x[c], acc[c][h]);
+        }
     }
-    for (int h = 0; h < N; ++h) v_store_n(o[h] + i, acc[h], n);
+    for (int c = 0; c < C; ++c)
+        for (int h = 0; h < N; ++h) v_store_n(o[h] + i + 16 * c, acc[c][h], n);
 }
 
 template <int BF16, int N>
 static inline void heads(const char* const* rows, int64_t count, const k3_dims* dims, const float* const* q, float* m, float* l,
                          float* const* o) {
     float p[N * K3_BLOCK] __attribute__((aligned(64))), fade[N];
-    for (int64_t t = 0; t < count; ++t) scores<BF16, N>(rows[t], q, dims->latent_stride, dims->attention_scale, p + t, K3_BLOCK);
+    const int64_t stride = dims->latent_stride, columns = dims->kv_lora_rank;
+    int64_t at = 0;
+    for (; at + TOGETHER <= count; at += TOGETHER)
+        scores<BF16, N, TOGETHER>(rows + at, q, stride, dims->attention_scale, p + at, K3_BLOCK);
+    for (; at < count; ++at) scores<BF16, N, 1>(rows + at, q, stride, dims->attention_scale, p + at, K3_BLOCK);
     for (int h = 0; h < N; ++h) {
         float* ph = p + h * K3_BLOCK;
         float top = m[h];
@@ -89,8 +111,9 @@ static inline void heads(const char* const* rows, int64_t count, const k3_dims* 
         l[h] = m_fma(l[h], fade[h], v_sum(sum));
         m[h] = top;
     }
-    for (int64_t i = 0; i < dims->kv_lora_rank; i += 16)
-        weigh<BF16, N>(rows, count, p, fade, o, i, min64(16, dims->kv_lora_rank - i));
+    int64_t i = 0;
+    for (; i + 16 * TOGETHER <= columns; i += 16 * TOGETHER) weigh<BF16, N, TOGETHER>(rows, count, p, fade, o, i, 16);
+    for (; i < columns; i += 16) weigh<BF16, N, 1>(rows, count, p, fade, o, i, min64(16, columns - i));
 }
 
 // One piece for the heads h0 .. h0 + count of a row: m, l and o are its results.
