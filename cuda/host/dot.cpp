@@ -20,7 +20,11 @@ namespace {
 
 // How many rows of weights one row of inputs meets at a time, and how far ahead of them memory is asked for.  Weights that take
 // many instructions to widen keep the processor from looking ahead far enough.
+#if defined(K3_ISA_AVX512)
+template <int DT> constexpr int rows_together() { return DT == K3_MXFP4 ? 4 : DT == K3_Q8 ? 2 : 1; }
+#else
 template <int DT> constexpr int rows_together() { return DT == K3_MXFP4 ? 2 : 1; }
+#endif
 enum { AHEAD = 2048 };                                       // bytes
 template <int DT> K3_INLINE void ask_ahead(const char* row, int64_t group) {
     const int64_t bytes = DT == K3_MXFP4 ? 16 : DT == K3_Q8 ? 32 : 48;
@@ -101,8 +105,15 @@ static inline void dot_few(const k3_matrix* w, int64_t r0, int64_t r1, const flo
 // One row of inputs over BF16 or F32: short rows cost no more than their columns.
 // ---------------------------------------------------------------------------------------------
 
+// Rows at a time: as many as there are registers for, for the more of them the more memory is asked for.
+#if defined(K3_ISA_AVX512)
+enum { LINES = 8 };
+#else
+enum { LINES = 4 };
+#endif
+
 template <int DT, int N> static inline void dot_plain(const k3_matrix* w, int64_t row, const float* x, float* y) {
-    const int64_t cols = w->cols, groups = cols / 32;
+    const int64_t cols = w->cols, groups = cols / 32, bytes = DT == K3_F32 ? 128 : 64;
     const v_table table = table_of<DT>(w);
     Row r[N];
     vf acc[N];
@@ -115,6 +126,7 @@ template <int DT, int N> static inline void dot_plain(const k3_matrix* w, int64_
         v_load_pair(x + g * 32, xa, xb);
         for (int n = 0; n < N; ++n) {
             vf a, b;
+            if (N == 8) __builtin_prefetch(r[n].data + N * w->pitch + g * bytes, 0, 2);    // the rows that come next
             load_group<DT>(r[n], table, g, a, b);
             acc[n] = m_fma(b, xb, m_fma(a, xa, acc[n]));
         }
@@ -133,7 +145,8 @@ template <int DT, int N> static inline void dot_plain(const k3_matrix* w, int64_
 
 template <int DT> static inline void dot_one(const k3_matrix* w, int64_t r0, int64_t r1, const float* x, float* y) {
     int64_t r = r0;
-    for (; r + 4 <= r1; r += 4) dot_plain<DT, 4>(w, r, x, y + (r - r0));
+    for (; r + LINES <= r1; r += LINES) dot_plain<DT, LINES>(w, r, x, y + (r - r0));
+    for (; LINES > 4 && r + 4 <= r1; r += 4) dot_plain<DT, 4>(w, r, x, y + (r - r0));
     for (; r < r1; ++r) dot_plain<DT, 1>(w, r, x, y + (r - r0));
 }
 

@@ -6,7 +6,8 @@
 
 namespace {
 
-enum { PIECE = 1 << 20 };
+// Several streams at a time, as a multiplication has with its rows: with one, some processors read half as fast.
+enum { PIECE = 1 << 20, STREAMS = 8 };
 
 struct Run {
     const char* start;
@@ -18,17 +19,13 @@ typedef uint64_t words __attribute__((vector_size(16), aligned(1), may_alias));
 
 void piece(void* arg, int64_t i) {
     const Run* run = (const Run*)arg;
-    const words* p = (const words*)(run->start + i * PIECE);
-    const int64_t n = (run->bytes - i * PIECE < PIECE ? run->bytes - i * PIECE : PIECE) / 128 * 8;
-    words a = {}, b = {}, c = {}, d = {};
-    for (int64_t j = 0; j < n; j += 8) {
-        a ^= p[j] ^ p[j + 4];
-        b ^= p[j + 1] ^ p[j + 5];
-        c ^= p[j + 2] ^ p[j + 6];
-        d ^= p[j + 3] ^ p[j + 7];
-    }
-    a ^= b ^ c ^ d;
-    __atomic_fetch_xor(run->sums, a[0] ^ a[1], __ATOMIC_RELAXED);
+    const char* p = run->start + i * PIECE;
+    const int64_t n = (run->bytes - i * PIECE < PIECE ? run->bytes - i * PIECE : PIECE) / (STREAMS * 16) * 16;   // of a stream
+    words sum[STREAMS] = {};
+    for (int64_t j = 0; j < n; j += 16)
+        for (int s = 0; s < STREAMS; ++s) sum[s] ^= *(const words*)(p + s * n + j);
+    for (int s = 1; s < STREAMS; ++s) sum[0] ^= sum[s];
+    __atomic_fetch_xor(run->sums, sum[0][0] ^ sum[0][1], __ATOMIC_RELAXED);
 }
 
 }  // namespace

@@ -159,10 +159,16 @@ K3_INLINE void v_bf16_split(const void* p, vf& even, vf& odd) {
     odd.v = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32((int)0xffff0000u)));
 }
 // 16 bytes of packed E2M1 at p, times the scale: columns 0, 2, .. 30 (low nibbles) and 1, 3, .. 31.
+struct mxfp4_floats {
+    uint32_t bits[256][16];  // by scale and code
+    constexpr mxfp4_floats() : bits() {
+        for (int scale = 0; scale < 256; ++scale)
+            for (int code = 0; code < 16; ++code) bits[scale][code] = (uint32_t)mxfp4_word(scale, code) << 16;
+    }
+};
+static constexpr mxfp4_floats k3_mxfp4_floats __attribute__((aligned(64)));
 K3_INLINE void v_mxfp4_split(const void* p, uint8_t scale, vf& even, vf& odd) {
-    const __m512 table = _mm512_mul_ps(
-        _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, 0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f),
-        _mm512_set1_ps(e8m0_to_f32(scale)));
+    const __m512 table = _mm512_loadu_ps(k3_mxfp4_floats.bits[scale]);
     const __m512i b = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
     even.v = _mm512_permutexvar_ps(b, table);  // takes the low four bits of each index
     odd.v = _mm512_permutexvar_ps(_mm512_srli_epi32(b, 4), table);
