@@ -40,9 +40,9 @@ def _markdown(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def machine() -> str:
+def machine(folder: str = "") -> str:
     """One sentence about the machine of the results."""
-    facts = {r["name"]: r["value"] for r in _read("peers-machine.csv")}
+    facts = {r["name"]: r["value"] for r in _read(f"{folder}peers-machine.csv")}
     sets = facts["sets"] or "no AVX"
     reads = {n: v for n, v in facts.items() if n.startswith("read file")}
     spans = ", ".join(f"{v} GB/s with {n.split(', ')[1]}" for n, v in reads.items())
@@ -77,11 +77,10 @@ def rates() -> str:
     return _markdown(["tokens per second", *labels], found)
 
 
-def reached() -> str:
+def reached(folder: str = "") -> str:
     """Each goal with what was reached, losses included."""
-    rows = [
-        [r[c] for c in ("what", "goal", "reached", "spread", "verdict")] for r in _read("peers-goals.csv")
-    ]
+    columns = ("what", "goal", "reached", "spread", "verdict")
+    rows = [[r[c] for c in columns] for r in _read(f"{folder}peers-goals.csv")]
     return _markdown(["`mid` unless said", "goal", "reached", "middle half", ""], rows)
 
 
@@ -151,7 +150,13 @@ def roofline(weights: str = "stored") -> str:
 #: Page -> name -> what makes the table.
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"machine": machine, "rates": rates, "reached": reached, "latencies": latencies},
-    "docs/performance.md": {"roofline": roofline, "exactness": exactness},
+    "docs/performance.md": {
+        "roofline": roofline,
+        "exactness": exactness,
+        # An earlier run, on a processor without AVX-512.
+        "machine_avx2": lambda: machine("avx2/"),
+        "reached_avx2": lambda: reached("avx2/"),
+    },
 }
 
 

@@ -163,20 +163,22 @@ template <Form F, int ASKS> static inline void tile_of(int64_t rows, const Strip
     }
 }
 
-// The same for any number of rows of inputs, from column `at` of each.
+// The same for any number of rows of inputs, from column `at` of each: in as few tiles as there can be, of about the same size.
 template <Form F> static inline void tiles(const Strip& w, const float* const* x, int64_t at, int64_t rows, float* sums) {
+    enum { ALL = STRIP / PARTS, HALF = ALL > 1 ? ALL / 2 : 1 };
     const float* in[TILE];
-    int asked = 0;
-    for (int64_t m = 0; m < rows;) {
-        const int64_t left = rows - m;
-        // As many as fit; four are two and two, not three and one.
-        const int64_t n = left > TILE + 1 || left == TILE ? TILE : left > TILE ? TILE - 1 : left;
+    const int64_t all = (rows + TILE - 1) / TILE;
+    int asked = 0;                    // of the rows ahead, each by one tile
+    for (int64_t m = 0, left = all; left > 0; --left) {
+        const int64_t n = (rows - m + left - 1) / left;
         for (int64_t i = 0; i < n; ++i) in[i] = x[m + i] + at;
         float* to = sums + m * STRIP * 16;
-        if (n == rows) tile_of<F, STRIP / PARTS>(n, w, in, to, 0);
-        else if (asked < STRIP) tile_of<F, 1>(n, w, in, to, asked);
-        else tile_of<F, 0>(n, w, in, to, 0);
-        asked += PARTS;
+        const int asks = asked == STRIP ? 0 : all == 1 ? ALL : all == 2 ? HALF : 1;
+        if (asks == 0) tile_of<F, 0>(n, w, in, to, 0);
+        else if (asks == ALL) tile_of<F, ALL>(n, w, in, to, asked);
+        else if (asks == HALF) tile_of<F, HALF>(n, w, in, to, asked);
+        else tile_of<F, 1>(n, w, in, to, asked);
+        asked += asks * PARTS;
         m += n;
     }
 }
