@@ -115,7 +115,7 @@ def test_kill_and_go_on(saved_on: str, nano: Path, tmp_path: Path, on: Callable[
             ]
             found = np.load(tmp_path / f"{n}-{latent}-{isa}.npy")
             same_bits(found[0], rows[0])  # the logits of the last token are saved, too
-            if isa == saved_on:
+            if isa == saved_on or "base" not in (isa, saved_on):  # AVX2 and AVX-512 compute the same
                 same_bits(found, rows)
             else:
                 assert 0 < relative(found, rows) < BETWEEN_BUILDS[latent]
