@@ -32,7 +32,7 @@ import k3session as k3
 from k3session._core.ops import ROUNDINGS, roundings
 from k3session.placement import precision_label
 
-ROWS = (1, 2, 3, 4, 5, 33, 70)
+ROWS = (1, 2, 3, 4, 5, 33, 70, 150)
 IDS = prompt(21)
 
 
@@ -134,6 +134,17 @@ def test_long_passes_of_one_session_alone(exact: k3.Model, model: k3.Model) -> N
         want = exact.forward([(a, IDS), (b, IDS[:9])])
         for found, row in zip(model.forward([(c, IDS), (d, IDS[:9])]), want, strict=True):
             same_bits(found, row)
+
+
+def test_chunks_of_many_rows_give_the_same_bits(model: k3.Model) -> None:
+    """Where the matrix unit makes chunks long, as many rows go through it at a time as nowhere else."""
+    assert model.chunk_rows == (512 if roundings(model.isa)[-1] == "bf16amx" else 128)
+    ids = prompt(600)
+    with model.session() as s:
+        want = s.prefill(ids)
+    for chunk in (100, 128):  # no chunk has 8 rows or fewer, which would not be rounded
+        with model.session() as s:
+            same_bits(s.prefill(ids, chunk=chunk), want)
 
 
 def test_a_trained_model_stays_near() -> None:

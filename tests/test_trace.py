@@ -170,6 +170,16 @@ def test_drafts_and_what_is_run_again_are_traced_too(model: k3.Model) -> None:
         assert equal(session.logits, expected["logits"][-1, 0])
 
 
+def spoil(session: k3.Session) -> None:
+    """Three tokens, and a state of the first layer that is not finite."""
+    session.prefill(prompt(3))
+    snap = session.snapshot()
+    state = snap.layers[0].state
+    assert state is not None
+    state[:] = np.inf
+    session.restore(snap)
+
+
 @pytest.mark.parametrize("what", [ALL, tuple(n for n in ALL if n != "logits"), ("logits",), ("state_norm",)])
 def test_batches_are_traced_as_each_session_alone(model: k3.Model, what: tuple[str, ...]) -> None:
     texts = [prompt(n, seed=n) for n in (1, 9, 30, 4)]
@@ -211,12 +221,7 @@ def test_batches_are_traced_as_each_session_alone(model: k3.Model, what: tuple[s
 
 def test_a_session_that_fails_in_a_batch_is_traced(model: k3.Model) -> None:
     with model.session() as a, model.session() as b:
-        b.prefill(prompt(3))
-        snap = b.snapshot()
-        state = snap.layers[0].state
-        assert state is not None
-        state[:] = np.inf
-        b.restore(snap)
+        spoil(b)
         with a.trace() as good, b.trace() as failed, pytest.raises(k3.BatchError):
             model.step([(a, 1), (b, 1)])
         assert [p.failure for p in good] == [None] and np.isfinite(good["attn_out"]).all()
@@ -234,12 +239,7 @@ def test_embeddings_have_no_ids(model: k3.Model) -> None:
 def test_a_pass_that_was_not_finite_can_be_looked_at(model: k3.Model) -> None:
     """Where the value first appeared, and what it was made of: what a trace is for."""
     with model.session() as session:
-        session.prefill(prompt(3))
-        snap = session.snapshot()
-        state = snap.layers[0].state
-        assert state is not None
-        state[:] = np.inf
-        session.restore(snap)
+        spoil(session)
         with session.trace() as trace, pytest.raises(k3.NonFiniteError):
             session.step(1)
         assert [p.failure for p in trace] == ["model.layers.0.self_attn"]
